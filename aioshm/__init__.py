@@ -1,0 +1,61 @@
+"""The asyncio-native allocation of host memory that many processes share.
+
+Everything public is here; modules with an underscore are not. Names are loaded when they are first used, so that
+`import aioshm` costs less than what a program that only names it in an annotation would mind.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._errors import AioshmError as AioshmError
+    from ._errors import HugePagesUnavailableError as HugePagesUnavailableError
+    from ._errors import InsufficientMemoryError as InsufficientMemoryError
+    from ._errors import InsufficientSpaceError as InsufficientSpaceError
+    from ._errors import JoinTimeoutError as JoinTimeoutError
+    from ._errors import RegionAccessError as RegionAccessError
+    from ._errors import RegionClosedError as RegionClosedError
+    from ._errors import RegionMismatchError as RegionMismatchError
+    from ._errors import RegionRemovedError as RegionRemovedError
+    from ._errors import UnsuitableDirectoryError as UnsuitableDirectoryError
+    from ._errors import UnsupportedPlatformError as UnsupportedPlatformError
+    from ._open import open_region as open_region
+    from ._progress import Progress as Progress
+    from ._region import Region as Region
+    from ._report import OpenReport as OpenReport
+
+__all__ = [
+    "AioshmError",
+    "HugePagesUnavailableError",
+    "InsufficientMemoryError",
+    "InsufficientSpaceError",
+    "JoinTimeoutError",
+    "OpenReport",
+    "Progress",
+    "Region",
+    "RegionAccessError",
+    "RegionClosedError",
+    "RegionMismatchError",
+    "RegionRemovedError",
+    "UnsuitableDirectoryError",
+    "UnsupportedPlatformError",
+    "open_region",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {"open_region": "_open", "OpenReport": "_report", "Progress": "_progress", "Region": "_region"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module("." + _HOMES.get(name, "_errors"), __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

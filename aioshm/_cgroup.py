@@ -1,0 +1,242 @@
+"""The control groups this process is in: their memory limits and usage, level by level, and the CPU quota.
+
+Both hierarchies are read: v2 (one tree) and v1 (one per controller), also side by side on a hybrid host. Where the tree
+is mounted comes from /proc/self/mountinfo, where we stand in it from /proc/self/cgroup (see cgroups(7), proc(5));
+a limit at the root of the mount says nothing about our own group. What cannot be read is left out: no limit
+is known there, and a guess would refuse memory that is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# A v1 group without a limit shows LONG_MAX rounded down to a page (mm/page_counter.c, PAGE_COUNTER_MAX).
+_V1_UNLIMITED = 1 << 62
+
+_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
+_USAGE = {1: "memory.usage_in_bytes", 2: "memory.current"}
+
+
+@dataclass(frozen=True)
+class MemoryLevel:
+    """One control group on the way from this process's own to the root of the mount.
+
+    Attributes:
+        path: Its directory.
+        version: 1 or 2.
+    """
+
+    path: str
+    version: int
+
+    def read_limit(self) -> int | None:
+        """Return the limit in bytes, or None where there is none or it cannot be read."""
+        return _limit(_read(os.path.join(self.path, _LIMIT[self.version])))
+
+    def read_usage(self) -> int | None:
+        """Return the bytes charged to the group and the groups below it; None where it cannot be read."""
+        return _number(_read(os.path.join(self.path, _USAGE[self.version])))
+
+    def read_reclaimable(self) -> int:
+        """Return the bytes of the usage that the kernel gives up under pressure: file cache and slab.
+
+        tmpfs pages are not on the file lists but on the anonymous ones, so shared memory is rightly
+        not counted. 0 where it cannot be read.
+        """
+        return _reclaimable(_read(os.path.join(self.path, "memory.stat")) or "", self.version)
+
+    def read_swap(self, host_swap: int) -> int:
+        """Return the bytes the group may still swap out, at most the host's free swap.
+
+        v1 counts memory and swap together (memory.memsw), v2 swap by itself. Without those files
+        swap is not accounted for, and only the host's is a limit.
+        """
+        if host_swap <= 0:
+            return 0
+        if self.version == 2:
+            limit = _limit(_read(os.path.join(self.path, "memory.swap.max")))
+            used = _number(_read(os.path.join(self.path, "memory.swap.current"))) or 0
+            return host_swap if limit is None else min(host_swap, max(0, limit - used))
+        both = _limit(_read(os.path.join(self.path, "memory.memsw.limit_in_bytes")))
+        used = _number(_read(os.path.join(self.path, "memory.memsw.usage_in_bytes"))) or 0
+        memory, usage = self.read_limit(), self.read_usage()
+        if both is None or memory is None or usage is None:
+            return host_swap
+        return min(host_swap, max(0, (both - used) - max(0, memory - usage)))
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """What one level said at one moment, in bytes: limit and usage always of the same level.
+
+    Attributes:
+        level: The group's directory, or `"host"`.
+        limit: What the level allows altogether.
+        usage: What is in use.
+        reclaimable: Of the usage, what the kernel can move out: file cache, slab, and what swap takes.
+    """
+
+    level: str
+    limit: int
+    usage: int
+    reclaimable: int
+
+    @property
+    def headroom(self) -> int:
+        """Bytes that can be had without reclaim."""
+        return max(0, self.limit - self.usage)
+
+    @property
+    def available(self) -> int:
+        """Bytes that can be had, reclaim included."""
+        return max(0, self.limit - self.usage + self.reclaimable)
+
+
+def memory_levels(root: str = "/") -> tuple[MemoryLevel, ...]:
+    """Find the memory groups of this process, its own first, every ancestor up to the root of the mount after it.
+
+    Args:
+        root: What stands for `/`, so that a made tree can be read. The directories found start with it.
+    """
+    found = _find(root, "memory")
+    if found is None:
+        return ()
+    directories, version = found
+    return tuple(MemoryLevel(directory, version) for directory in directories)
+
+
+def read_figures(levels: tuple[MemoryLevel, ...], host_swap: int = 0) -> list[MemoryFigures]:
+    """Read every level that has a limit; the others, and those that cannot be read, are left out.
+
+    Args:
+        levels: Where to look.
+        host_swap: Free swap of the host, in bytes.
+    """
+    figures = []
+    for level in levels:
+        limit, usage = level.read_limit(), level.read_usage()
+        if limit is not None and usage is not None:
+            reclaimable = level.read_reclaimable() + level.read_swap(host_swap)
+            figures.append(MemoryFigures(level.path, limit, usage, min(usage, reclaimable)))
+    return figures
+
+
+def cpu_quota(root: str = "/") -> float | None:
+    """Return the tightest CPU quota over this process, in processors (1.5 is 150 ms per 100 ms); None: no limit."""
+    found = _find(root, "cpu")
+    if found is None:
+        return None
+    directories, version = found
+    quotas = [quota for directory in directories if (quota := _quota(directory, version)) is not None]
+    return min(quotas, default=None)
+
+
+@functools.cache
+def own_memory_levels() -> tuple[MemoryLevel, ...]:
+    """Return `memory_levels()`, looked up once: where a process stands hardly ever changes, its figures always do."""
+    return memory_levels()
+
+
+def _find(root: str, controller: str) -> tuple[list[str], int] | None:
+    """Return the directories, own first, of the hierarchy that has `controller`, and its version."""
+    memberships = (_read(os.path.join(root, "proc/self/cgroup")) or "").splitlines()
+    mounts = (_read(os.path.join(root, "proc/self/mountinfo")) or "").splitlines()
+    # v1 first: on a hybrid host the controller sits there, and the v2 tree has none of its files.
+    for version in (1, 2):
+        own = _membership(memberships, controller, version)
+        mount = _mount(mounts, controller, version)
+        if own is not None and mount is not None:
+            return [root.rstrip("/") + path for path in _climb(own, *mount)], version
+    return None
+
+
+def _membership(lines: list[str], controller: str, version: int) -> str | None:
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, separator, path = rest.partition(":")
+        if separator and (number == "0" and not controllers if version == 2 else controller in controllers.split(",")):
+            return path
+    return None
+
+
+def _mount(lines: list[str], controller: str, version: int) -> tuple[str, str] | None:
+    """Return the root within the hierarchy that is mounted, and where; of several mounts the widest."""
+    found = []
+    for line in lines:
+        before, separator, after = line.partition(" - ")
+        fields, details = before.split(" "), after.split(" ")
+        if not separator or len(fields) < 5 or len(details) < 3:
+            continue
+        kind = details[0]
+        if (kind == "cgroup2") if version == 2 else (kind == "cgroup" and controller in details[2].split(",")):
+            found.append((_unescape(fields[3]), _unescape(fields[4])))
+    return min(found, key=lambda mount: len(mount[0]), default=None)
+
+
+def _climb(own: str, mounted_root: str, mount_point: str) -> Iterator[str]:
+    """Yield the directories from our own group up to the mount point.
+
+    A container sees its host's path in /proc/self/cgroup but only its own sub-tree mounted: then the
+    part below the mounted root counts, and where we are not below it at all, the mount point is what we have.
+    """
+    inside = own if mounted_root == "/" else own.removeprefix(mounted_root)
+    below = (mounted_root == "/" or inside != own) and (not inside or inside.startswith("/"))
+    parts = [part for part in inside.split("/") if part] if below else []
+    if ".." in parts:  # outside the cgroup namespace's root: cgroup_namespaces(7)
+        parts = []
+    for depth in range(len(parts), -1, -1):
+        yield "/".join([mount_point.rstrip("/"), *parts[:depth]]) or "/"
+
+
+def _unescape(field: str) -> str:
+    """Undo the octal escapes of mountinfo: space, tab, newline, backslash."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def _number(text: str | None) -> int | None:
+    try:
+        return int(text) if text is not None else None
+    except ValueError:
+        return None
+
+
+def _limit(text: str | None) -> int | None:
+    limit = _number(text)  # "max" is no number, and no limit
+    return limit if limit is not None and 0 <= limit < _V1_UNLIMITED else None
+
+
+def _reclaimable(stat: str, version: int) -> int:
+    """Sum the lists that reclaim works on. v1 counts the sub-groups only in its `total_` lines."""
+    wanted = (
+        {"total_active_file", "total_inactive_file"}
+        if version == 1
+        else {"active_file", "inactive_file", "slab_reclaimable"}
+    )
+    total = 0
+    for line in stat.splitlines():
+        key, _, value = line.partition(" ")
+        if key in wanted:
+            total += _number(value) or 0
+    return total
+
+
+def _quota(directory: str, version: int) -> float | None:
+    if version == 2:
+        quota, _, period = (_read(os.path.join(directory, "cpu.max")) or "").partition(" ")
+    else:
+        quota = _read(os.path.join(directory, "cpu.cfs_quota_us")) or ""
+        period = _read(os.path.join(directory, "cpu.cfs_period_us")) or ""
+    microseconds, per = _number(quota), _number(period)
+    return microseconds / per if microseconds is not None and per and microseconds > 0 else None

@@ -1,0 +1,249 @@
+"""Every error aioshm raises, with its facts as attributes and a message that says what to do.
+
+    AioshmError (RuntimeError)
+    ├── InsufficientSpaceError                     the file system has no room
+    ├── InsufficientMemoryError (MemoryError)      a memory cgroup or the host has no room
+    ├── JoinTimeoutError (TimeoutError)            nobody came, or nobody finished what was begun
+    ├── RegionMismatchError (ValueError)           same name, another size
+    ├── RegionAccessError (PermissionError)        something at the path is not a region of ours
+    ├── RegionRemovedError                         somebody deleted the name from outside
+    ├── RegionClosedError                          you closed it
+    ├── HugePagesUnavailableError                  huge_pages="require" could not be met
+    ├── UnsuitableDirectoryError                   missing, read-only, or not in memory
+    └── UnsupportedPlatformError                   not Linux, or a kernel without what it takes
+
+An error is made from its facts alone and writes its own message, so it pickles by its facts
+(a rank process sends it to its parent) and no two places word the same failure differently.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ._units import mib, mib_down, mib_up
+
+
+class AioshmError(RuntimeError):
+    """The root of every error that aioshm raises on purpose.
+
+    Catch it to handle all of them. Whatever raised it, nothing of the failed call is left: no
+    name in the directory, no memory, no descriptor, no thread.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        facts = dict(self.__dict__)
+        notes = facts.pop("__notes__", None)
+        rebuild = functools.partial(type(self), **facts) if facts else functools.partial(type(self), *self.args)
+        return (rebuild, (), {"__notes__": notes}) if notes else (rebuild, ())
+
+
+class InsufficientSpaceError(AioshmError):
+    """The file system of the directory has no room for the region.
+
+    Attributes:
+        allocation_name: What the memory was for.
+        directory: Where it was to stand.
+        required: Bytes still needed.
+        available: Bytes free when it was looked at.
+        hint: What the caller wanted its users to be told, or None.
+    """
+
+    def __init__(
+        self, *, allocation_name: str, directory: str, required: int, available: int, hint: str | None = None
+    ) -> None:
+        self.allocation_name = allocation_name
+        self.directory = directory
+        self.required = required
+        self.available = available
+        self.hint = hint
+        super().__init__(
+            f"Insufficient space in {directory} for {allocation_name}: {mib_up(required)} MiB required, "
+            f"{mib_down(available)} MiB free ({mib_up(required - available)} MiB short). Increase {directory} "
+            "(e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory)." + _tail(hint)
+        )
+
+
+class InsufficientMemoryError(AioshmError, MemoryError):
+    """A memory cgroup, or the host, has no room for the region; raised instead of an OOM kill.
+
+    Attributes:
+        allocation_name: What the memory was for.
+        level: The limit that binds: the path of a cgroup directory, or `"host"`.
+        required: Bytes still needed.
+        limit: Bytes the level allows altogether.
+        usage: Bytes in use there.
+        reclaimable: Bytes of `usage` that the kernel would give up, such as clean file cache.
+        hint: What the caller wanted its users to be told, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        allocation_name: str,
+        level: str,
+        required: int,
+        limit: int,
+        usage: int,
+        reclaimable: int,
+        hint: str | None = None,
+    ) -> None:
+        self.allocation_name = allocation_name
+        self.level = level
+        self.required = required
+        self.limit = limit
+        self.usage = usage
+        self.reclaimable = reclaimable
+        self.hint = hint
+        available = self.available
+        where, remedy = (
+            ("on this host", "Ask for less, or free memory on the host.")
+            if level == "host"
+            else (f"in memory cgroup {level}", "Ask for less, or raise the memory limit of the container or pod.")
+        )
+        super().__init__(
+            f"Insufficient memory {where} for {allocation_name}: {mib_up(required)} MiB required, "
+            f"{mib_down(available)} MiB available ({mib_up(required - available)} MiB short): limit {mib(limit)} MiB, "
+            f"in use {mib(usage)} MiB of which {mib(reclaimable)} MiB reclaimable. {remedy}" + _tail(hint)
+        )
+
+    @property
+    def available(self) -> int:
+        """Bytes that could have been had: the limit less what is in use and cannot be reclaimed."""
+        return max(0, self.limit - self.usage + self.reclaimable)
+
+
+class JoinTimeoutError(AioshmError, TimeoutError):
+    """The region did not come about in time, and nobody was at work on it.
+
+    Attributes:
+        name: The region's name.
+        path: Its file.
+        waited: Seconds waited.
+    """
+
+    def __init__(self, *, name: str, path: str, waited: float) -> None:
+        self.name = name
+        self.path = path
+        self.waited = waited
+        super().__init__(
+            f"Region {name!r} was not ready after {waited:.1f} s: {path} is held by a process that neither finishes "
+            "nor abandons it. See who has it open (e.g. fuser -v), end that process, and open the region again."
+        )
+
+
+class RegionMismatchError(AioshmError, ValueError):
+    """A living region of this name was opened with other arguments.
+
+    Attributes:
+        name: The region's name.
+        field: The argument that differs, such as `"size"`.
+        expected: Its value in this call.
+        found: Its value in the living region.
+    """
+
+    def __init__(self, *, name: str, field: str, expected: int, found: int) -> None:
+        self.name = name
+        self.field = field
+        self.expected = expected
+        self.found = found
+        super().__init__(
+            f"Region {name!r} exists with {field} {found}, but {field} {expected} was asked for. Every process must "
+            "pass the same; two regions at a time need two names (put the engine's or replica's id into the name)."
+        )
+
+
+class RegionAccessError(AioshmError, PermissionError):
+    """What stands at the region's path is not a region of this user, and was left as it is.
+
+    Attributes:
+        path: The region's file.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, *, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path} cannot be used as a region: {reason}. Remove it, or choose another name.")
+
+
+class RegionRemovedError(AioshmError):
+    """The region's name was deleted from outside before the region was ready.
+
+    Attributes:
+        path: The file that is gone.
+    """
+
+    def __init__(self, *, path: str) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} was deleted while the region was being made. Look for a cleaner: rm, a tmpfiles rule, or systemd's "
+            "RemoveIPC=yes, which empties /dev/shm of a user at the end of the user's last login."
+        )
+
+
+class RegionClosedError(AioshmError):
+    """The region was used after it was closed (or after a fork, in the child).
+
+    Attributes:
+        name: The region's name.
+    """
+
+    def __init__(self, *, name: str) -> None:
+        self.name = name
+        super().__init__(f"Region {name!r} is closed. Use it inside its 'async with' block; views made there stay valid.")
+
+
+class HugePagesUnavailableError(AioshmError):
+    """`huge_pages="require"` was asked for, and the kernel gave small pages.
+
+    Attributes:
+        allocation_name: What the memory was for.
+        directory: Where it was to stand.
+        reason: Why not, as far as the kernel says.
+    """
+
+    def __init__(self, *, allocation_name: str, directory: str, reason: str) -> None:
+        self.allocation_name = allocation_name
+        self.directory = directory
+        self.reason = reason
+        super().__init__(
+            f"No huge pages for {allocation_name} in {directory}: {reason}. Linux 6.1 or newer is needed, and "
+            '/sys/kernel/mm/transparent_hugepage/shmem_enabled must not be "deny"; or use huge_pages="try".'
+        )
+
+
+class UnsuitableDirectoryError(AioshmError):
+    """The directory cannot hold a region.
+
+    Attributes:
+        directory: The directory.
+        reason: Why not.
+    """
+
+    def __init__(self, *, directory: str, reason: str) -> None:
+        self.directory = directory
+        self.reason = reason
+        super().__init__(f"{directory} cannot hold a region: {reason}. Use /dev/shm, or another tmpfs or hugetlbfs mount.")
+
+
+class UnsupportedPlatformError(AioshmError):
+    """This platform lacks what aioshm is made of.
+
+    Attributes:
+        reason: What is missing.
+    """
+
+    def __init__(self, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"aioshm does not work here: {reason}. It needs 64-bit Linux.")
+
+
+def _tail(hint: str | None) -> str:
+    return f" {hint}" if hint else ""
+
+
+
+
+for _error in (AioshmError, *AioshmError.__subclasses__()):
+    _error.__module__ = "aioshm"

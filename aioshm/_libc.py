@@ -1,0 +1,114 @@
+"""The narrow seam to the C library: mmap, munmap, madvise, statfs, fallocate. Nothing else calls them.
+
+`mmap.mmap.madvise()` holds the interpreter lock for the whole call (CPython's Modules/mmapmodule.c has no
+Py_BEGIN_ALLOW_THREADS around it, up to 3.15), so a thread that populates with it stops the event loop
+all the same. A call through `ctypes.CDLL` releases the lock, and these functions may be called from worker threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+
+PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+HUGE_PAGE = 2 << 20
+
+# linux/mman.h; the mmap module lacks the newer ones.
+MADV_HUGEPAGE = 14
+MADV_DONTDUMP = 16
+MADV_POPULATE_WRITE = 23
+MADV_COLLAPSE = 25
+
+PROT_NONE = 0
+PROT_READ_WRITE = 0x3
+MAP_SHARED = 0x01
+MAP_PRIVATE = 0x02
+MAP_FIXED = 0x10
+MAP_ANONYMOUS = 0x20
+MAP_NORESERVE = 0x4000
+MAP_POPULATE = 0x8000
+
+# linux/magic.h
+TMPFS_MAGIC = 0x01021994
+HUGETLBFS_MAGIC = 0x958458F6
+
+SUPPORTED = sys.platform == "linux" and sys.maxsize > 1 << 32
+
+if SUPPORTED:
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    _libc.statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def mmap(address: int | None, length: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
+    """Map and return the address. See mmap(2).
+
+    Raises:
+        OSError: As the kernel says; nothing was mapped.
+    """
+    result: int = _libc.mmap(address, length, protection, flags, fd, offset)
+    if result == _MAP_FAILED:
+        raise _last_error("mmap")
+    return result
+
+
+def munmap(address: int, length: int) -> None:
+    """Unmap. See munmap(2).
+
+    Raises:
+        OSError: As the kernel says.
+    """
+    if _libc.munmap(address, length):
+        raise _last_error("munmap")
+
+
+def try_madvise(address: int, length: int, advice: int) -> int:
+    """Give advice and return 0 or an errno: for callers who decide by it. See madvise(2)."""
+    return ctypes.get_errno() if _libc.madvise(address, length, advice) else 0
+
+
+def fallocate(fd: int, offset: int, length: int) -> None:
+    """Allocate the file's pages in this range; what is there keeps its content. See fallocate(2), mode 0.
+
+    Not `os.posix_fallocate`: where a file system knows no fallocate, glibc imitates it by writing.
+
+    Raises:
+        OSError: As the kernel says; ENOSPC when the file system is full.
+    """
+    while _libc.fallocate(fd, 0, offset, length):
+        if ctypes.get_errno() != errno.EINTR:
+            raise _last_error("fallocate")
+
+
+def file_system_magic(path: str) -> int:
+    """Return the type of the file system that `path` stands on. See statfs(2), `f_type`.
+
+    Raises:
+        OSError: As the kernel says, with `path` as its filename.
+    """
+    # struct statfs is 120 bytes where the C library is 64-bit; f_type is its first long.
+    buffer = ctypes.create_string_buffer(256)
+    if _libc.statfs(os.fsencode(path), buffer):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
+    return int.from_bytes(buffer.raw[:8], sys.byteorder) & 0xFFFF_FFFF
+
+
+def _last_error(call: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{call}: {os.strerror(code)}")

@@ -1,0 +1,165 @@
+"""The lock table: what each byte range means, and the open file description that holds the locks.
+
+All coordination state is the kernel's: open-file-description locks on bytes of the region's file far beyond its end
+(fcntl(2), F_OFD_SETLK; a lock may stand where no data is). They vanish with their holder, however it dies, and they
+work across containers that share the directory, where pids do not. POSIX F_SETLK locks would not do: they belong to the
+process, so ranks run as tasks of one process would not see each other, and closing any descriptor of the file drops them.
+
+    range              held as     by                                  means
+    GATE               exclusive   creator while forming, last one out  nobody else may enter
+    GATE               shared      everyone inside                      the region is alive
+    WORLD + n          shared      everyone inside (n = 0: no cohort)   its local world size is n
+    CLAIM + rank       exclusive   that rank                            the rank is taken, and alive
+    READY + rank       exclusive   that rank                            its share is populated
+    RELEASE            exclusive   whoever releases the cohort          exactly one does
+    PID + rank<<22|pid exclusive   that rank                            lets an error name the peer's pid
+
+One bit of the file's mode is the one thing that outlives its writer: READY_BIT, owner-execute. Without a cohort it says
+that the creator populated and initialized the region; without it a shared gate proves nothing but that somebody came in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import struct
+import threading
+import weakref
+from dataclasses import dataclass
+
+from ._errors import UnsupportedPlatformError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes of the file, far beyond its end, that are locked as one."""
+
+    start: int
+    length: int = 1
+
+    def at(self, index: int) -> Range:
+        """Return the single byte number `index` of this range."""
+        return Range(self.start + index)
+
+
+_BASE = 1 << 62
+MAX_RANKS = 1 << 10
+_MAX_WORLD = 1 << 20
+
+GATE = Range(_BASE)
+RELEASE = Range(_BASE + 1)
+CLAIM = Range(_BASE + (1 << 32), MAX_RANKS)
+READY = Range(_BASE + (2 << 32), MAX_RANKS)
+PID = Range(_BASE + (3 << 32), MAX_RANKS << 22)
+WORLD = Range(_BASE + (1 << 50), _MAX_WORLD)
+
+READY_BIT = stat.S_IXUSR
+
+# struct flock where off_t is 64 bits: type, whence, start, length, pid (which must be 0 for OFD locks).
+_FLOCK = struct.Struct("hhqqi4x")
+
+# Held over every open-and-register, and over every fork: a child could otherwise inherit a description it does not know of.
+_fork_lock = threading.RLock()
+_open_descriptions: weakref.WeakSet[Description] = weakref.WeakSet()
+
+
+class Description:
+    """One open file description of a region's file: the locks taken through it live exactly as long as it is open.
+
+    Not inherited: a program started from here gets none (O_CLOEXEC), and in a forked child every
+    description is closed at once, or a dead rank would look alive for as long as the child runs.
+    """
+
+    fd = -1
+
+    def __init__(self, path: str, flags: int, mode: int = 0o600) -> None:
+        """Open `path`; see open(2). Raises OSError as the kernel says."""
+        with _fork_lock:
+            self.fd = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            _open_descriptions.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, here or by a fork."""
+        return self.fd < 0
+
+    def close(self) -> None:
+        """Close it and with it drop all its locks; twice is fine.
+
+        Blocks for about 0.1 s per GiB where it is the last reference to a deleted file with small pages.
+        """
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def status(self) -> os.stat_result:
+        """Return the file's status, whatever became of its name."""
+        return os.fstat(self.fd)
+
+    def is_at(self, path: str) -> bool:
+        """Whether `path` still names this file: to be asked before it is unlinked."""
+        try:
+            there = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, self.status())
+
+    def unlink(self, path: str) -> bool:
+        """Remove `path` if it still names this file, and say whether it did.
+
+        Only for the holder of the exclusive GATE or of RELEASE: nobody else may remove a name, so none can
+        come between the look and the deed.
+        """
+        if not self.is_at(path):
+            return False
+        with contextlib.suppress(FileNotFoundError):  # deleted from outside this very moment
+            os.unlink(path)
+        return True
+
+    def try_exclusive(self, what: Range) -> bool:
+        """Lock `what` against everyone, from shared too; False where somebody holds it."""
+        return self._try_lock(fcntl.F_WRLCK, what)
+
+    def try_shared(self, what: Range) -> bool:
+        """Lock `what` against exclusive holders, from exclusive too (then it never fails, and leaves no gap)."""
+        return self._try_lock(fcntl.F_RDLCK, what)
+
+    def unlock(self, what: Range) -> None:
+        """Let go of `what`."""
+        self._try_lock(fcntl.F_UNLCK, what)
+
+    def find_held(self, what: Range) -> int | None:
+        """Return the index within `what` of a byte that somebody else holds in any way, the lowest first; else None."""
+        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, what.start, what.length, 0)
+        kind, _, start, _, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, question))
+        return None if kind == fcntl.F_UNLCK else max(0, start - what.start)
+
+    def _try_lock(self, kind: int, what: Range) -> bool:
+        request = _FLOCK.pack(kind, os.SEEK_SET, what.start, what.length, 0)
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, request)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            if error.errno == errno.EINVAL:
+                raise UnsupportedPlatformError(reason="the kernel has no open-file-description locks") from error
+            raise
+        return True
+
+
+def _close_all_in_child() -> None:
+    for description in list(_open_descriptions):
+        description.close()
+    _fork_lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_close_all_in_child
+    )

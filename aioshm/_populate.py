@@ -1,0 +1,269 @@
+"""Makes the memory of a range really there: chunk by chunk, several threads at a time, huge pages where they can be had.
+
+Per chunk one small page of every 2 MiB is touched with MADV_POPULATE_WRITE, which never changes data, and then the
+chunk is made huge with MADV_COLLAPSE. That gives huge pages on a plain /dev/shm (mounted `huge=never`) without any privilege
+(Linux 6.1, mm/khugepaged.c: madvise_collapse; it needs something to collapse, hence the touch), it is about three
+times as fast as small pages, and where a memory group is full it fails with EBUSY where touching would be killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+from . import _cgroup, _libc
+from ._errors import HugePagesUnavailableError, InsufficientSpaceError
+from ._guard import Guard
+from ._host import read_file_system, usable_cpus
+from ._libc import HUGE_PAGE, PAGE
+from ._mapping import Mapping, round_up
+from ._preflight import check_space
+from ._progress import Ticker
+from ._request import Request
+from ._threads import StopFlag, run_all_through
+
+# A chunk should take about this long: a cancellation waits for at most one, and so does whoever needs the mmap lock.
+_CHUNK_SECONDS = 0.004
+_SMALLEST_CHUNK = HUGE_PAGE
+_LARGEST_CHUNK = 32 * HUGE_PAGE
+_FIRST_CHUNK = 2 * HUGE_PAGE
+
+# After so many chunks in a row without a huge page there are none to be had, and asking costs a compaction each time.
+_PATIENCE = 8
+
+# Zeroing pages is bound by memory bandwidth, which a socket's first few cores use up.
+_MOST_THREADS = 16
+
+_log = logging.getLogger("aioshm")
+
+
+class Populate:
+    """The populating of one range: state that its threads share. Run `work` in as many threads as wanted.
+
+    Attributes:
+        total: Bytes to populate, in whole pages.
+        done: Bytes populated so far.
+        huge: Of `done`, bytes known to be backed by huge pages.
+        knows_huge: Whether `huge` tells all: a joiner maps what is there, of whatever size.
+        small_page_reason: Why not all of it is huge, as far as the kernel says.
+    """
+
+    def __init__(
+        self, request: Request, mapping: Mapping, fd: int, *, span: range, collapse: bool, guard: Guard | None
+    ) -> None:
+        """Prepare; nothing is touched.
+
+        Args:
+            request: For names in errors, and whether huge pages are required.
+            mapping: Where to populate.
+            fd: The file under it.
+            span: Bytes of the mapping; whole pages around it are populated, huge ones where they are to be made.
+            collapse: Whether to make huge pages; otherwise what is there is mapped, and small pages fill the gaps.
+            guard: Asked before each chunk, or None.
+        """
+        is_hugetlb = mapping.page > PAGE
+        border = HUGE_PAGE if collapse and not is_hugetlb else mapping.page
+        start, end = span.start // border * border, min(round_up(span.stop, border), mapping.length)
+        self.total = end - start if span else 0
+        self.done = 0
+        self.huge = 0
+        self.knows_huge = collapse or is_hugetlb
+        self.small_page_reason: str | None = None
+        self._request = request
+        self._address = mapping.address + start
+        self._fd = fd
+        self._offset = start
+        self._page = mapping.page
+        self._next = 0
+        self._guard = guard
+        self._is_hugetlb = is_hugetlb
+        self._collapse = collapse and not is_hugetlb
+        self._in_vain = 0
+        self._legacy = False
+        self._abandoned = False
+        self._inside = 0
+        self._lock = threading.Condition()
+        if self._collapse and self.total:
+            # Where shmem_enabled=advise or the mount says huge=advise, the touch itself then gives the huge page.
+            _libc.try_madvise(self._address, self.total, _libc.MADV_HUGEPAGE)
+
+    def work(self, stop: StopFlag) -> None:
+        """Populate chunk after chunk until none is left or `stop` is set; run by every thread.
+
+        Raises:
+            InsufficientSpaceError: The file system is full.
+            InsufficientMemoryError: The guard saw no room for the next chunk.
+            HugePagesUnavailableError: Huge pages are required, and the kernel gave none.
+            OSError: Whatever else the kernel says, such as ENOMEM or EHWPOISON.
+        """
+        size = _FIRST_CHUNK
+        while not stop:
+            chunk = self._take(size)
+            if not chunk:
+                return
+            started = time.perf_counter()
+            huge = 0
+            try:
+                with self._admitted(len(chunk)):
+                    huge = self._populate(chunk)
+                size = _adapt(len(chunk), time.perf_counter() - started)
+            finally:
+                self._settle()
+            with self._lock:
+                self.done += len(chunk)
+                self.huge += huge
+
+    def abandon(self) -> None:
+        """Stop it from another thread, and return when no thread is in the memory any more: within one chunk."""
+        with self._lock:
+            self._abandoned = True
+            self._lock.wait_for(lambda: not self._inside)
+
+    def _take(self, size: int) -> range:
+        """Return the next chunk, as offsets into the span; none where it was abandoned. `_settle` ends what this began."""
+        size = max(size, self._page)
+        with self._lock:
+            if self._abandoned:
+                return range(0)
+            start = self._next
+            self._next = min(self.total, start + size)
+            self._inside += self._next > start
+            return range(start, self._next)
+
+    def _settle(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            self._lock.notify_all()
+
+    def _admitted(self, length: int) -> AbstractContextManager[None]:
+        return self._guard.admitted(length) if self._guard is not None else nullcontext()
+
+    def _populate(self, chunk: range) -> int:
+        """Populate one chunk and return how many bytes of it are known to be huge."""
+        if self._is_hugetlb:
+            self._touch(chunk.start, len(chunk))
+            return len(chunk)
+        huge = 0
+        if self._collapse:
+            whole = chunk[: len(chunk) // HUGE_PAGE * HUGE_PAGE]
+            huge = self._make_huge(whole)
+        if huge < len(chunk):
+            self._touch(chunk.start + huge, len(chunk) - huge)
+        return huge
+
+    def _make_huge(self, whole: range) -> int:
+        """Collapse huge page by huge page's worth from the chunk's start; return the bytes that worked out."""
+        for start in whole[::HUGE_PAGE]:
+            self._touch(start, PAGE)
+        if not whole or not self._collapse:  # the touch may have found a kernel too old for either
+            return 0
+        code = _libc.try_madvise(self._address + whole.start, len(whole), _libc.MADV_COLLAPSE)
+        if code == 0:
+            self._in_vain = 0
+            return len(whole)
+        self._explain(code)
+        if self._guard is not None:  # a full memory group says EBUSY here, where a touch would be killed
+            self._guard.confirm()
+        return 0
+
+    def _explain(self, code: int) -> None:
+        """Note why a chunk was not collapsed, and give up on huge pages where it will not get better."""
+        if code == errno.EINVAL:
+            reason = "the kernel refuses MADV_COLLAPSE (older than 6.1, or shmem_enabled=deny)"
+        elif code in (errno.ENOMEM, errno.EAGAIN, errno.EBUSY):
+            reason = f"no free huge page could be made ({errno.errorcode[code]}: memory is fragmented or nearly used up)"
+        else:
+            raise OSError(code, f"MADV_COLLAPSE: {os.strerror(code)}")
+        with self._lock:
+            self._in_vain += 1
+            self.small_page_reason = reason
+            if code == errno.EINVAL or self._in_vain >= _PATIENCE:
+                self._collapse = False
+        if self._request.huge_pages == "require":
+            raise HugePagesUnavailableError(
+                allocation_name=self._request.allocation_name, directory=self._request.directory, reason=reason
+            )
+
+    def _touch(self, start: int, length: int) -> None:
+        """Make `length` bytes from `start` resident and mapped; what they hold stays as it is."""
+        if not self._legacy:
+            code = self._try_populate_write(start, length)
+            if code == 0:
+                return
+            if code != errno.EINVAL:
+                raise self._translated(code, "MADV_POPULATE_WRITE")
+            self._legacy, self._collapse = True, False
+            self.small_page_reason = "the kernel has no MADV_POPULATE_WRITE (older than 5.14)"
+            _warn_of_old_kernel(self._request.allocation_name)
+        try:
+            _libc.fallocate(self._fd, self._offset + start, length)
+        except OSError as error:
+            raise self._translated(error.errno or 0, "fallocate") from error
+        _libc.mmap(
+            self._address + start,
+            length,
+            _libc.PROT_READ_WRITE,
+            _libc.MAP_SHARED | _libc.MAP_FIXED | _libc.MAP_POPULATE,
+            self._fd,
+            self._offset + start,
+        )
+
+    def _try_populate_write(self, start: int, length: int) -> int:
+        while True:
+            code = _libc.try_madvise(self._address + start, length, _libc.MADV_POPULATE_WRITE)
+            if code not in (errno.EINTR, errno.EAGAIN):
+                return code
+
+    def _translated(self, code: int, call: str) -> Exception:
+        """Return what an errno of the kernel means here. EFAULT on tmpfs: the page could not be had, it is full."""
+        raw = OSError(code, f"{call}: {os.strerror(code)}")
+        if code not in (errno.EFAULT, errno.ENOSPC):
+            return raw
+        file_system = read_file_system(self._request.directory)
+        try:
+            check_space(self._request, max(self._page, self.total - self.done), file_system)
+        except InsufficientSpaceError as error:
+            return error
+        return raw
+
+
+async def run_populate(work: Populate, request: Request) -> int:
+    """Run `work` in as many threads as the request and the machine allow, and return how many those were.
+
+    Raises:
+        BaseException: What `work` raised first. Pages populated until then stay.
+
+    Cancellation:
+        Felt within one chunk.
+    """
+    if not work.total:
+        return 0
+    threads = _thread_count(request, work.total)
+    with Ticker(request.on_progress, lambda: work.done, work.total):
+        await run_all_through([work.work] * threads, name="populate")
+    return threads
+
+
+def _thread_count(request: Request, total: int) -> int:
+    """Return how many threads pay: not more than may run at once, nor than there is work for."""
+    most = request.threads or min(usable_cpus(_cgroup.cpu_quota()), _MOST_THREADS)
+    return max(1, min(most, -(-total // _LARGEST_CHUNK)))
+
+
+@functools.cache
+def _warn_of_old_kernel(allocation_name: str) -> None:
+    _log.warning("%s: no MADV_POPULATE_WRITE (kernel older than 5.14): populating small pages", allocation_name)
+
+
+def _adapt(length: int, seconds: float) -> int:
+    """Return the size of the next chunk after one of `length` bytes took `seconds`: whole huge pages, no sudden growth."""
+    wanted = int(length * _CHUNK_SECONDS / seconds) if seconds > 0 else length * 2
+    wanted = min(max(wanted, _SMALLEST_CHUNK), 2 * max(length, _SMALLEST_CHUNK), _LARGEST_CHUNK)
+    return wanted // HUGE_PAGE * HUGE_PAGE
+
+

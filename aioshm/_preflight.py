@@ -1,0 +1,155 @@
+"""Will it fit: facts in, findings out. What is read stands in `_host` and `_cgroup`; nothing is allocated here.
+
+Two limits can kill a server that does not look: the free bytes of the file system, and the memory that the process
+may use. tmpfs may be larger than either the container's limit or the host's memory, and then touching pages ends
+in the OOM killer, not in an error. Only the creator checks: a joiner would count the creator's pages as missing.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from . import _cgroup, _host, _libc
+from ._cgroup import MemoryFigures, MemoryLevel
+from ._errors import InsufficientMemoryError, InsufficientSpaceError
+from ._host import FileSystem, HostMemory
+from ._request import Request
+from ._units import mib, mib_down, mib_up
+
+# Left to the process beside the region: its own heap goes on growing, and a cgroup is charged in batches.
+RESERVE = 8 << 20
+
+_log = logging.getLogger("aioshm")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one memory level says to a request.
+
+    Attributes:
+        verdict: `"fits"`, `"reclaim"` (fits once the kernel has dropped caches) or `"short"`.
+        required: Bytes needed: the region, its page tables, and a reserve for the process.
+        figures: What the level said.
+    """
+
+    verdict: Literal["fits", "reclaim", "short"]
+    required: int
+    figures: MemoryFigures
+
+
+def memory_required(size: int) -> int:
+    """Return the bytes of memory that populating `size` bytes takes at the most.
+
+    Page tables of small pages cost 8 bytes per 4 KiB and are charged to the group as well.
+    """
+    return size + size // (_libc.PAGE // 8) + RESERVE
+
+
+def judge_memory(required: int, levels: list[MemoryFigures]) -> Finding | None:
+    """Judge by the tightest of `levels`, the one with the least to give; None where there is no limit at all."""
+    if not levels:
+        return None
+    tightest = min(levels, key=lambda figures: figures.available)
+    # The warning is due where any level has to reclaim, the error where the tightest cannot even then.
+    if required > tightest.available:
+        return Finding("short", required, tightest)
+    for figures in levels:
+        if required > figures.headroom:
+            return Finding("reclaim", required, figures)
+    return Finding("fits", required, tightest)
+
+
+def host_figures(memory: HostMemory) -> MemoryFigures:
+    """Return the host's memory as a level: MemAvailable counts what the kernel would drop, swap comes on top."""
+    return MemoryFigures("host", memory.total, memory.total - memory.available, memory.swap_free)
+
+
+def read_memory_figures(levels: tuple[MemoryLevel, ...] | None = None) -> list[MemoryFigures]:
+    """Read all levels that limit this process now: its control groups, and the host last."""
+    host = _host.read_memory()
+    figures = _cgroup.read_figures(
+        _cgroup.own_memory_levels() if levels is None else levels, host.swap_free if host else 0
+    )
+    return [*figures, host_figures(host)] if host else figures
+
+
+def free_bytes(file_system: FileSystem) -> int | None:
+    """Return the bytes that the file system can still take; None where it has no limit of its own."""
+    if file_system.total:
+        return file_system.free
+    return _host.read_huge_page_pool(file_system.page) if file_system.kind == "hugetlbfs" else None
+
+
+def check(request: Request, allocated: int, file_system: FileSystem) -> None:
+    """Raise where `allocated` bytes cannot fit; log what was found.
+
+    Args:
+        request: What was asked for: names, hint and policy.
+        allocated: The size in whole pages.
+        file_system: What stands under the directory, read a moment ago.
+
+    Raises:
+        InsufficientSpaceError: The file system has no room.
+        InsufficientMemoryError: A memory level has no room even after reclaim, and the policy is "guard".
+    """
+    check_space(request, allocated, file_system)
+    # hugetlb pages were taken out of the host's memory when the pool was made, and memory groups do not count them.
+    if request.memory_policy != "ignore" and file_system.kind != "hugetlbfs":
+        finding = judge_memory(memory_required(allocated), read_memory_figures())
+        if finding is not None:
+            _act_on(finding, request)
+
+
+def check_space(request: Request, required: int, file_system: FileSystem) -> None:
+    """Raise InsufficientSpaceError where `required` bytes do not fit into the file system."""
+    available = free_bytes(file_system)
+    if available is not None and required > available:
+        raise InsufficientSpaceError(
+            allocation_name=request.allocation_name,
+            directory=request.directory,
+            required=required,
+            available=available,
+            hint=request.hint,
+        )
+
+
+def memory_error(request: Request, finding: Finding) -> InsufficientMemoryError:
+    """Return the error that says what `finding` found."""
+    figures = finding.figures
+    return InsufficientMemoryError(
+        allocation_name=request.allocation_name,
+        level=figures.level,
+        required=finding.required,
+        limit=figures.limit,
+        usage=figures.usage,
+        reclaimable=figures.reclaimable,
+        hint=request.hint,
+    )
+
+
+def _act_on(finding: Finding, request: Request) -> None:
+    if finding.verdict == "short" and request.memory_policy == "guard":
+        raise memory_error(request, finding)
+    figures = finding.figures
+    if finding.verdict == "fits":
+        _log.debug(
+            "%s: %s MiB fit: %s MiB free in %s",
+            request.allocation_name,
+            mib_up(finding.required),
+            mib_down(figures.headroom),
+            figures.level,
+        )
+        return
+    _log.warning(
+        "%s: %s MiB required, %s in memory level %s: usage %s MiB, available %s MiB, limit %s MiB, remaining %s MiB",
+        request.allocation_name,
+        mib_up(finding.required),
+        "which fits only after reclaim" if finding.verdict == "reclaim" else "which does NOT fit",
+        figures.level,
+        mib(figures.usage),
+        mib_down(figures.available),
+        mib(figures.limit),
+        mib_down(figures.headroom),
+    )

@@ -1,0 +1,77 @@
+"""Progress of one open, told on the event loop a few times a second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_INTERVAL = 0.1
+_log = logging.getLogger("aioshm")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the populating of a region has come.
+
+    Attributes:
+        done: Bytes populated so far by this process.
+        total: Bytes this process has to populate.
+        elapsed: Seconds since it began.
+    """
+
+    done: int
+    total: int
+    elapsed: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second so far; 0.0 at the very start."""
+        return self.done / self.elapsed if self.elapsed > 0 else 0.0
+
+
+class Ticker:
+    """Calls a progress callback every 0.1 s, and once more at the end; a context manager around the work.
+
+    The callback runs on the loop, so it may touch what the loop's other code touches. One that raises is
+    logged and not called again: a broken progress bar must not cost anybody a region.
+    """
+
+    def __init__(self, callback: Callable[[Progress], None] | None, done: Callable[[], int], total: int) -> None:
+        self._callback = callback
+        self._done = done
+        self._total = total
+        self._start = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Ticker:
+        self._start = time.monotonic()
+        if self._callback is not None:
+            self._tick()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if kind is None:
+            self._tell()
+
+    def _tick(self) -> None:
+        self._tell()
+        self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._tick)
+
+    def _tell(self) -> None:
+        if self._callback is None:
+            return
+        progress = Progress(self._done(), self._total, time.monotonic() - self._start)
+        try:
+            self._callback(progress)
+        except Exception:
+            _log.exception("on_progress raised and will not be called again")
+            self._callback = None
+
+
+Progress.__module__ = "aioshm"

@@ -1,0 +1,288 @@
+"""Who makes the region, who joins it, and who removes it. O_EXCL names the file, a lock names the creator.
+
+Every decision is one synchronous look at the file and the lock table (`_locks`); between two looks a waiter sleeps. The
+creator is whoever holds the exclusive GATE on an empty file, whoever made it: a stub whose maker died between open and
+lock is taken over at once. A gate that nobody holds over a file with a size proves a leftover of the dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import stat
+import time
+from enum import Enum, auto
+from typing import Literal
+
+from ._backoff import backoff
+from ._errors import (
+    InsufficientSpaceError,
+    JoinTimeoutError,
+    RegionAccessError,
+    RegionMismatchError,
+    RegionRemovedError,
+    UnsuitableDirectoryError,
+)
+from ._locks import GATE, READY_BIT, WORLD, Description, Range
+from ._request import Request
+from ._threads import run_through
+
+_NO_COHORT = 0
+_log = logging.getLogger("aioshm")
+
+
+class _Look(Enum):
+    """What one look at the file found."""
+
+    CREATOR = auto()
+    JOINER = auto()
+    DELETED = auto()  # the name is gone or no longer this file's: start over
+    LEFTOVER = auto()  # removed it; start over
+    FORMING = auto()  # somebody alive is at work on it
+    UNSETTLED = auto()  # somebody is inside, yet it was never finished
+
+
+class Seat:
+    """A place inside a region: the description that holds our locks, and what we came in as.
+
+    Attributes:
+        description: The open file.
+        path: Its name.
+        role: `"creator"` holds the GATE exclusively on an empty file until `finish`; `"joiner"` shared.
+        recycled: Whether a leftover was removed on the way in.
+        waited: Seconds it took to get in.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        path: str,
+        role: Literal["creator", "joiner"],
+        *,
+        recycled: bool = False,
+        waited: float = 0.0,
+    ) -> None:
+        self.description = description
+        self.path = path
+        self.role = role
+        self.recycled = recycled
+        self.waited = waited
+        self.forming = role == "creator"
+
+    def finish(self) -> None:
+        """Let the others in: set the ready bit, then make the gate shared, which leaves no gap.
+
+        Raises:
+            RegionRemovedError: The name was deleted from outside meanwhile, so nobody could ever come.
+        """
+        if not self.description.is_at(self.path):
+            raise RegionRemovedError(path=self.path)
+        os.fchmod(self.description.fd, stat.S_IRUSR | stat.S_IWUSR | READY_BIT)
+        self.description.try_shared(GATE)
+        self.forming = False
+
+    def leave(self) -> bool:
+        """Go out, remove the name if we are the last, and say whether we did. The description stays open.
+
+        Two leavers must not block each other: each tries for the exclusive gate, drops its shared one, and tries
+        again; whoever gets it sees that nobody is left. A second call finds nothing to do.
+        """
+        description = self.description
+        if description.closed:  # closed by a fork: the parent is the one inside
+            return False
+        if not description.try_exclusive(GATE):
+            description.unlock(GATE)
+            if not description.try_exclusive(GATE):
+                return False
+        return description.unlink(self.path)
+
+
+async def enter(request: Request, file_size: int) -> Seat:
+    """Get into the region, as its creator or as a joiner.
+
+    Args:
+        request: What was asked for.
+        file_size: Bytes that the file of a finished region must have.
+
+    Returns:
+        The seat. The caller must `leave` it and close its description, whatever happens next.
+
+    Raises:
+        JoinTimeoutError: It was neither finished nor given up within the time-out, and nobody was at work on it.
+        RegionMismatchError: It lives, with another size.
+        RegionAccessError: Something that is not ours stands at the path.
+        UnsuitableDirectoryError: No file can be made there.
+        InsufficientSpaceError: Not even an empty file can be made there.
+
+    Cancellation:
+        Felt at once; nothing is held afterwards.
+    """
+    started = time.monotonic()
+    clock = _Clock(request)
+    pauses = backoff()
+    recycled = False
+    while True:
+        description = _open(request)
+        if description is None:
+            await asyncio.sleep(0)
+            continue
+        try:
+            look = _look(description, request, file_size)
+            while look in (_Look.FORMING, _Look.UNSETTLED):
+                clock.check(at_work=look is _Look.FORMING)
+                await asyncio.sleep(next(pauses))
+                look = _look(description, request, file_size)
+            if look in (_Look.CREATOR, _Look.JOINER):
+                kept, description = description, None
+                return Seat(
+                    kept,
+                    request.path,
+                    "creator" if look is _Look.CREATOR else "joiner",
+                    recycled=recycled,
+                    waited=time.monotonic() - started,
+                )
+            if look is _Look.LEFTOVER:
+                recycled = True
+                _log.info("%s: removed %s, left by a process that died", request.allocation_name, request.path)
+        finally:
+            if description is not None:
+                await close(description)
+
+
+async def close(description: Description) -> None:
+    """Close the description, in a worker thread where that may free much memory."""
+    if description.closed:
+        return
+    if description.status().st_blocks:
+        await run_through(lambda _: description.close(), name="close")
+    else:
+        description.close()
+
+
+class _Clock:
+    """The time-out: it runs only while nobody alive is at work, for slowness is not punished."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._idle_since = time.monotonic()
+
+    def check(self, *, at_work: bool) -> None:
+        now = time.monotonic()
+        if at_work:
+            self._idle_since = now
+        waited = now - self._idle_since
+        if self._request.timeout is not None and waited > self._request.timeout:
+            raise JoinTimeoutError(name=self._request.name, path=self._request.path, waited=waited)
+
+
+def _open(request: Request) -> Description | None:
+    """Make the file, or open the one that is there; None where it went in between."""
+    path = request.path
+    try:
+        return Description(path, os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise _translated(error, request) from error
+    try:
+        description = Description(path, 0)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = _UNOPENABLE.get(error.errno or 0)
+        if reason is None:
+            raise
+        raise RegionAccessError(path=path, reason=reason) from error
+    reason = _foreign(description.status())
+    if reason is not None:
+        description.close()
+        raise RegionAccessError(path=path, reason=reason)
+    return description
+
+
+_UNOPENABLE = {
+    errno.ELOOP: "it is a symbolic link",
+    errno.EISDIR: "it is a directory",
+    errno.ENXIO: "it is a socket or a device without a driver",
+    errno.EACCES: "it may not be opened: it belongs to another user, or its mode forbids it",
+    errno.EPERM: "it may not be opened",
+}
+
+_UNSUITABLE = {
+    errno.ENOENT: "it does not exist",
+    errno.ENOTDIR: "it is not a directory",
+    errno.EACCES: "this process may not create files in it",
+    errno.EPERM: "this process may not create files in it",
+    errno.EROFS: "it is mounted read-only",
+}
+
+
+def _translated(error: OSError, request: Request) -> Exception:
+    """Return what an errno of creating the file means; the unknown stays as it is."""
+    reason = _UNSUITABLE.get(error.errno or 0)
+    if reason is not None:
+        return UnsuitableDirectoryError(directory=request.directory, reason=reason)
+    if error.errno == errno.ENOSPC:  # not even a name: the mount's nr_inodes is used up, or its last page
+        return InsufficientSpaceError(
+            allocation_name=request.allocation_name,
+            directory=request.directory,
+            required=request.size,
+            available=0,
+            hint=request.hint,
+        )
+    return error
+
+
+def _foreign(status: os.stat_result) -> str | None:
+    """Return why a file cannot be one of our regions, or None."""
+    if not stat.S_ISREG(status.st_mode):
+        return "it is not a regular file"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to uid {status.st_uid}, not to uid {os.geteuid()}"
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return f"its mode {stat.filemode(status.st_mode)} lets others in"
+    return None
+
+
+def _look(description: Description, request: Request, file_size: int) -> _Look:
+    """Look once, and act on it. After CREATOR and JOINER the gate is ours; after any other look only closing is left."""
+    if description.try_exclusive(GATE):
+        status = description.status()
+        if status.st_nlink == 0:
+            return _Look.DELETED
+        if status.st_size == 0:
+            _hold_world(description, request, _NO_COHORT)
+            return _Look.CREATOR
+        return _Look.LEFTOVER if description.unlink(request.path) else _Look.DELETED
+    if not description.try_shared(GATE):
+        return _Look.FORMING
+    try:
+        # Read under the gate: only here does a bit that is not set mean that nobody is about to set it.
+        status = description.status()
+        if status.st_nlink == 0:
+            return _Look.DELETED
+        _hold_world(description, request, _NO_COHORT)
+        if not status.st_mode & READY_BIT:  # the creator died between our two tries
+            description.unlock(WORLD)
+            description.unlock(GATE)
+            return _Look.UNSETTLED
+        if status.st_size != file_size:
+            raise RegionMismatchError(name=request.name, field="size", expected=request.size, found=status.st_size)
+    except BaseException:
+        Seat(description, request.path, "joiner").leave()  # those inside may have gone, and left the name to us
+        raise
+    return _Look.JOINER
+
+
+def _hold_world(description: Description, request: Request, world: int) -> None:
+    """Hold our local world size, and see that nobody inside holds another."""
+    below, above = Range(WORLD.start, world), Range(WORLD.start + world + 1, WORLD.length - world - 1)
+    for first, others in ((0, below), (world + 1, above)):
+        found = description.find_held(others) if others.length else None
+        if found is not None:
+            raise RegionMismatchError(
+                name=request.name, field="local_world_size", expected=world, found=first + found
+            )
+    description.try_shared(WORLD.at(world))

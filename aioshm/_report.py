@@ -1,0 +1,55 @@
+"""What an open did and what it obtained, for logs, metrics and people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["creator", "joiner"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenReport:
+    """What one `open_region` did. Times are seconds, sizes are bytes.
+
+    Attributes:
+        role: `"creator"` made the region, `"joiner"` found it made.
+        recycled: Whether a leftover of dead processes had to be removed first.
+        size: Bytes asked for.
+        allocated: Bytes the file takes: `size` in whole pages.
+        populated: Bytes made resident and mapped here by this process; 0 with `populate=False`.
+        huge: Of `populated`, bytes the kernel backs with huge pages; None where that is not known: a
+            joiner maps what the creator obtained.
+        threads: Threads that populated.
+        wait_seconds: From the call until this process was creator or joiner.
+        preflight_seconds: Looking whether it fits, and sizing the file; 0.0 for a joiner.
+        populate_seconds: Mapping and populating.
+        total_seconds: From the call until the region was ready.
+        small_page_reason: Why part of it has small pages, as far as the kernel says; None where nothing has.
+    """
+
+    role: Role
+    recycled: bool
+    size: int
+    allocated: int
+    populated: int
+    huge: int | None
+    threads: int
+    wait_seconds: float
+    preflight_seconds: float
+    populate_seconds: float
+    total_seconds: float
+    small_page_reason: str | None
+
+    @property
+    def rate(self) -> float:
+        """Bytes populated per second; 0.0 where nothing was."""
+        return self.populated / self.populate_seconds if self.populate_seconds > 0 else 0.0
+
+    @property
+    def huge_share(self) -> float | None:
+        """The part of what was populated that has huge pages, 0.0 to 1.0; None where it is not known."""
+        return None if self.huge is None or not self.populated else self.huge / self.populated
+
+
+OpenReport.__module__ = "aioshm"

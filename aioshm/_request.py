@@ -1,0 +1,171 @@
+"""The arguments of `open_region`, checked before anything is touched."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from ._progress import Progress
+
+HugePages = Literal["try", "require", "off"]
+MemoryPolicy = Literal["guard", "warn", "ignore"]
+
+# 64 PiB: half the address space of five-level paging, the largest there is.
+_MAX_SIZE = 1 << 56
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one call of `open_region` asks for; made only with arguments that make sense."""
+
+    name: str
+    size: int
+    directory: str
+    allocation_name: str
+    hint: str | None
+    timeout: float | None
+    populate: bool
+    huge_pages: HugePages
+    threads: int | None
+    memory_policy: MemoryPolicy
+    on_progress: Callable[[Progress], None] | None
+
+    @property
+    def path(self) -> str:
+        """The region's file. The effective uid is part of it, so that two users never collide."""
+        return os.path.join(self.directory, f"aioshm-{os.geteuid()}-{self.name}")
+
+
+def check_request(
+    *,
+    name: object,
+    size: object,
+    directory: object,
+    allocation_name: object,
+    hint: object,
+    timeout: object,
+    populate: object,
+    huge_pages: object,
+    threads: object,
+    memory_policy: object,
+    on_progress: object,
+) -> Request:
+    """Return the arguments as a Request.
+
+    Raises:
+        TypeError: One has the wrong type.
+        ValueError: One has a value that makes no sense. Nothing was touched either way.
+    """
+    return Request(
+        name=check_name(name),
+        size=check_size(size),
+        directory=check_directory(directory),
+        allocation_name=_text("allocation_name", allocation_name),
+        hint=None if hint is None else _text("hint", hint),
+        timeout=_seconds("timeout", timeout),
+        populate=_flag("populate", populate),
+        huge_pages=_word("huge_pages", huge_pages, HugePages),
+        threads=None if threads is None else _count("threads", threads),
+        memory_policy=_word("memory_policy", memory_policy, MemoryPolicy),
+        on_progress=_callable("on_progress", on_progress),
+    )
+
+
+def check_name(name: object) -> str:
+    """Return `name` if it may be part of a file name, with nothing in it that a path gives a meaning to."""
+    name = _text("name", name)
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name must be 1 to 200 of the characters A-Z a-z 0-9 . _ -, not {name!r}")
+    return name
+
+
+def check_size(size: object) -> int:
+    """Return `size` in bytes; NumPy's integers are fine, bool and float are not."""
+    bytes_ = _count("size", size)
+    if bytes_ > _MAX_SIZE:
+        raise ValueError(f"size must be in bytes, and no address space holds {bytes_}")
+    return bytes_
+
+
+def check_directory(directory: object) -> str:
+    """Return `directory` as an absolute path: a later chdir must not move the region."""
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"directory must be a str or os.PathLike, not {_kind(directory)}")
+    path = os.fspath(directory)
+    if not isinstance(path, str):
+        raise TypeError(f"directory must be text, not {_kind(path)}")
+    if not path or "\0" in path:
+        raise ValueError(f"directory must be the path of a directory, not {path!r}")
+    return os.path.abspath(path)
+
+
+def check_span(offset: object, length: object, size: int) -> range:
+    """Return the part of a region of `size` bytes that `offset` and `length` (None: to the end) name."""
+    try:
+        start = operator.index(offset)  # type: ignore[arg-type]  # what is no integer raises TypeError: that is the check
+        end = size if length is None else start + operator.index(length)  # type: ignore[arg-type]  # likewise
+    except TypeError:
+        raise TypeError(f"offset and length must be ints, not {_kind(offset)} and {_kind(length)}") from None
+    if not 0 <= start <= end <= size:
+        raise ValueError(f"bytes {start} to {end} do not lie within the region's {size} bytes")
+    return range(start, end)
+
+
+def _text(field: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{field} must be a str, not {_kind(value)}")
+    return value
+
+
+def _flag(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{field} must be True or False, not {_kind(value)}")
+    return value
+
+
+def _count(field: str, value: object) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # what is no integer raises TypeError: that is the check
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{field} must be an int, not {_kind(value)}")
+    if number <= 0:
+        raise ValueError(f"{field} must be greater than 0, not {number}")
+    return number
+
+
+def _seconds(field: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{field} must be seconds as a float, or None, not {_kind(value)}")
+    if math.isnan(value) or value < 0:
+        raise ValueError(f"{field} must be 0 seconds or more, not {value}")
+    return float(value)
+
+
+def _word(field: str, value: object, words: Any) -> Any:
+    choices = get_args(words)
+    if not isinstance(value, str):
+        raise TypeError(f"{field} must be one of {', '.join(map(repr, choices))}, not {_kind(value)}")
+    if value not in choices:
+        raise ValueError(f"{field} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+    return value
+
+
+def _callable(field: str, value: object) -> Any:
+    if value is not None and not callable(value):
+        raise TypeError(f"{field} must be callable or None, not {_kind(value)}")
+    return value
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

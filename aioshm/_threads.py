@@ -1,0 +1,151 @@
+"""The one place that starts threads: blocking work runs in threads of our own, always to its end.
+
+anyio's and asyncio's own thread helpers do not do: under `task.cancel()`, `asyncio.timeout()` or a failing TaskGroup
+sibling their await returns at once and the thread runs on, here into memory that cleanup is unmapping;
+and the default executor is joined at interpreter exit without a way to stop what runs in it (CPython #107505).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import anyio
+
+T = TypeVar("T")
+
+
+class StopFlag:
+    """Tells the work of one call to stop: set on cancellation, and when a sibling thread failed."""
+
+    __slots__ = ("_set",)
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """Ask the work to stop at its next look."""
+        self._set = True
+
+    def __bool__(self) -> bool:
+        return self._set
+
+
+async def run_through(work: Callable[[StopFlag], T], *, name: str) -> T:
+    """Run `work` in one thread and return its result; see `run_all_through`."""
+    return (await run_all_through([work], name=name))[0]
+
+
+async def run_all_through(works: list[Callable[[StopFlag], T]], *, name: str) -> list[T]:
+    """Run each of `works` in a thread of its own, and return only when all of them are done.
+
+    Args:
+        works: What to run. Each gets the flag that asks it to stop and should look at it every few
+            milliseconds; work that must be done whatever happens (munmap, close) never looks.
+        name: What the threads are for; they are called `aioshm-{name}-{number}`.
+
+    Returns:
+        The results, in the order of `works`.
+
+    Raises:
+        BaseException: The first that one of the works raised; the others were asked to stop, and are done.
+        RuntimeError: No thread could be started; nothing was run, or what was has stopped.
+
+    Cancellation:
+        Felt at once, by asyncio's own cancel and by anyio's scopes alike: the flag is set. It goes on
+        only when the threads are done, and it is never lost: a result that came meanwhile is dropped.
+    """
+    crew = _Crew(works, name)
+    crew.start()
+    try:
+        # Unshielded: were it shielded from the start, an anyio scope could not be felt here at all.
+        await crew.done.wait()
+    except asyncio.CancelledError as cancelled:
+        crew.stop.set()
+        raise await _outlast(crew, cancelled) from None
+    except BaseException:
+        # GeneratorExit: the loop is gone, nobody can be awaited any more. At most a chunk of work is.
+        crew.stop.set()
+        crew.join()
+        raise
+    crew.join()
+    return crew.results()
+
+
+async def _outlast(crew: _Crew[T], cancelled: asyncio.CancelledError) -> asyncio.CancelledError:
+    """Wait until the crew is done, and return the cancellation that should go on.
+
+    The shield keeps anyio from delivering its cancellation again and again. It does not stop
+    `task.cancel()`; a second one is remembered, since the first may belong to a scope that swallows it.
+    """
+    with anyio.CancelScope(shield=True):
+        while not crew.done.is_set():
+            try:
+                await crew.done.wait()
+            except asyncio.CancelledError as again:
+                cancelled = again
+            except BaseException:
+                crew.join()
+                raise
+    crew.join()
+    return cancelled
+
+
+class _Crew(Generic[T]):
+    """The threads of one call, and the event that the last of them sets on the loop."""
+
+    def __init__(self, works: list[Callable[[StopFlag], T]], name: str) -> None:
+        self.stop = StopFlag()
+        self.done = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._works = works
+        self._results: list[T | None] = [None] * len(works)
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._running = len(works)
+        self._threads = [
+            threading.Thread(target=self._run, args=(index,), name=f"aioshm-{name}-{index}", daemon=True)
+            for index in range(len(works))
+        ]
+
+    def start(self) -> None:
+        for started, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except BaseException:
+                self.stop.set()
+                for other in self._threads[:started]:
+                    other.join()
+                raise
+
+    def join(self) -> None:
+        """Wait for the threads themselves: after `done` a matter of microseconds."""
+        for thread in self._threads:
+            thread.join()
+
+    def results(self) -> list[T]:
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # the frame in the error's traceback would keep the error, and itself, alive
+        return self._results  # type: ignore[return-value]  # no error: every slot was filled
+
+    def _run(self, index: int) -> None:
+        try:
+            self._results[index] = self._works[index](self.stop)
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+            self.stop.set()
+            with self._lock:
+                self._error = self._error or error
+        with self._lock:
+            self._running -= 1
+            last = self._running == 0
+        if last:
+            try:
+                self._loop.call_soon_threadsafe(self.done.set)
+            except RuntimeError:
+                pass  # the loop was closed under us: nobody waits any more
