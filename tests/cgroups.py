@@ -1,0 +1,89 @@
+"""Memory control groups made for a test: real limits, real OOM kills."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Controller:
+    """Where the memory controller is mounted, and which version it has."""
+
+    mount: Path
+    version: int
+
+
+def find_memory_controller() -> Controller | None:
+    """Return the mounted memory controller, v1 before v2 as on hybrid hosts."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ")[:3]
+        if kind == "cgroup" and "memory" in options.split(","):
+            return Controller(Path(before.split(" ")[4]), 1)
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split(" ")[4])
+        if after.split(" ")[0] == "cgroup2" and "memory" in (mount / "cgroup.controllers").read_text().split():
+            return Controller(mount, 2)
+    return None
+
+
+class MemoryGroup:
+    """One group. Processes join it before they run (`enter`, as a preexec step of a rank)."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        self.path = path
+        self.version = version
+
+    @classmethod
+    def make(cls, controller: Controller, *, limit: int | None, parent: MemoryGroup | None) -> MemoryGroup:
+        above = parent.path if parent is not None else controller.mount
+        if controller.version == 2:
+            (above / "cgroup.subtree_control").write_text("+memory")
+        path = above / f"aioshm-test-{os.getpid()}-{next(_serial)}"
+        path.mkdir()
+        group = cls(path, controller.version)
+        if controller.version == 1:
+            (path / "memory.use_hierarchy").write_text("1") if (path / "memory.use_hierarchy").exists() else None
+        if limit is not None:
+            group.set_limit(limit)
+        return group
+
+    def set_limit(self, limit: int) -> None:
+        self._file("memory.limit_in_bytes", "memory.max").write_text(str(limit))
+
+    @property
+    def usage(self) -> int:
+        return int(self._file("memory.usage_in_bytes", "memory.current").read_text())
+
+    @property
+    def oom_kills(self) -> int:
+        text = self._file("memory.oom_control", "memory.events").read_text()
+        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
+
+    def enter(self) -> None:
+        """Move the calling process in: for `preexec_fn`."""
+        (self.path / "cgroup.procs").write_text(str(os.getpid()))
+
+    def drop_caches(self) -> None:
+        if self.version == 1:
+            (self.path / "memory.force_empty").write_text("0")
+
+    def remove(self) -> None:
+        for _ in range(200):  # a killed process leaves its group a moment after it was reaped
+            try:
+                self.path.rmdir()
+            except OSError:
+                time.sleep(0.01)
+            else:
+                return
+        self.path.rmdir()
+
+    def _file(self, v1: str, v2: str) -> Path:
+        return self.path / (v1 if self.version == 1 else v2)
