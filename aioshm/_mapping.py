@@ -50,9 +50,7 @@ class Mapping:
     def anchor(self) -> ctypes.Array[ctypes.c_ubyte]:
         """Return what views are made from, and keep alive: a ctypes array of `size` bytes."""
         if self._anchor is None:
-            # A type of its own: instances of plain (c_ubyte * n) take no weak references.
-            kind = type("Anchor", (ctypes.c_ubyte * self.size,), {})
-            self._anchor = kind.from_address(self.address)
+            self._anchor = (ctypes.c_ubyte * self.size).from_address(self.address)
             self._finalizer = self._unmap_with(self._anchor)
         return self._anchor
 

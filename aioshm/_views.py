@@ -39,7 +39,8 @@ def array(
     dimensions = _dimensions(shape, kind.itemsize, mapping.size, offset)
     steps = tuple(strides) if strides is not None else _contiguous(dimensions, kind.itemsize)
     _check(dimensions, steps, kind.itemsize, offset, mapping.size)
-    return numpy.ndarray(dimensions, kind, mapping.anchor(), offset, steps)
+    # The memoryview is dropped at once: NumPy's base becomes the anchor behind it.
+    return numpy.ndarray(dimensions, kind, memoryview(mapping.anchor()), offset, steps)
 
 
 def tensor(
