@@ -6,6 +6,7 @@ Everything public is here; modules with an underscore are not. Names are loaded 
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {"open_region": "_open", "OpenReport": "_report", "Progress": "_progress", "Region": "_region"}
+
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

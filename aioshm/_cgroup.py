@@ -143,12 +143,13 @@ def own_memory_levels() -> tuple[MemoryLevel, ...]:
 
 def _find(root: str, controller: str) -> tuple[list[str], int] | None:
     """Return the directories, own first, of the hierarchy that has `controller`, and its version."""
-    memberships = (_read(os.path.join(root, "proc/self/cgroup")) or "").splitlines()
-    mounts = (_read(os.path.join(root, "proc/self/mountinfo")) or "").splitlines()
+    # Not splitlines(): a group's name may hold what that takes for the end of a line.
+    memberships = (_read(os.path.join(root, "proc/self/cgroup")) or "").split("\n")
+    mounts = (_read(os.path.join(root, "proc/self/mountinfo")) or "").split("\n")
     # v1 first: on a hybrid host the controller sits there, and the v2 tree has none of its files.
     for version in (1, 2):
         own = _membership(memberships, controller, version)
-        mount = _mount(mounts, controller, version)
+        mount = _mount(mounts, controller, version, own) if own is not None else None
         if own is not None and mount is not None:
             return [root.rstrip("/") + path for path in _climb(own, *mount)], version
     return None
@@ -163,8 +164,8 @@ def _membership(lines: list[str], controller: str, version: int) -> str | None:
     return None
 
 
-def _mount(lines: list[str], controller: str, version: int) -> tuple[str, str] | None:
-    """Return the root within the hierarchy that is mounted, and where; of several mounts the widest."""
+def _mount(lines: list[str], controller: str, version: int, own: str) -> tuple[str, str] | None:
+    """Return the root within the hierarchy that is mounted, and where; of several mounts the widest that holds us."""
     found = []
     for line in lines:
         before, separator, after = line.partition(" - ")
@@ -174,7 +175,11 @@ def _mount(lines: list[str], controller: str, version: int) -> tuple[str, str] |
         kind = details[0]
         if (kind == "cgroup2") if version == 2 else (kind == "cgroup" and controller in details[2].split(",")):
             found.append((_unescape(fields[3]), _unescape(fields[4])))
-    return min(found, key=lambda mount: len(mount[0]), default=None)
+    return min(found, key=lambda mount: (not _is_below(own, mount[0]), len(mount[0])), default=None)
+
+
+def _is_below(own: str, mounted_root: str) -> bool:
+    return mounted_root in ("/", own) or own.startswith(mounted_root + "/")
 
 
 def _climb(own: str, mounted_root: str, mount_point: str) -> Iterator[str]:
@@ -183,9 +188,8 @@ def _climb(own: str, mounted_root: str, mount_point: str) -> Iterator[str]:
     A container sees its host's path in /proc/self/cgroup but only its own sub-tree mounted: then the
     part below the mounted root counts, and where we are not below it at all, the mount point is what we have.
     """
-    inside = own if mounted_root == "/" else own.removeprefix(mounted_root)
-    below = (mounted_root == "/" or inside != own) and (not inside or inside.startswith("/"))
-    parts = [part for part in inside.split("/") if part] if below else []
+    inside = own[len(mounted_root) :] if _is_below(own, mounted_root) else ""
+    parts = [part for part in inside.split("/") if part]
     if ".." in parts:  # outside the cgroup namespace's root: cgroup_namespaces(7)
         parts = []
     for depth in range(len(parts), -1, -1):
@@ -199,7 +203,7 @@ def _unescape(field: str) -> str:
 
 def _read(path: str) -> str | None:
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return file.read()
     except OSError:
         return None

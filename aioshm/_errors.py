@@ -18,7 +18,6 @@ An error is made from its facts alone and writes its own message, so it pickles 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ._units import mib, mib_down, mib_up
@@ -32,10 +31,8 @@ class AioshmError(RuntimeError):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        facts = dict(self.__dict__)
-        notes = facts.pop("__notes__", None)
-        rebuild = functools.partial(type(self), **facts) if facts else functools.partial(type(self), *self.args)
-        return (rebuild, (), {"__notes__": notes}) if notes else (rebuild, ())
+        # Not by calling the class: what others hang on an error (notes, an error tracker's id) are no arguments of it.
+        return _rebuild, (type(self), self.args), dict(self.__dict__)
 
 
 class InsufficientSpaceError(AioshmError):
@@ -191,7 +188,9 @@ class RegionClosedError(AioshmError):
 
     def __init__(self, *, name: str) -> None:
         self.name = name
-        super().__init__(f"Region {name!r} is closed. Use it inside its 'async with' block; views made there stay valid.")
+        super().__init__(
+            f"Region {name!r} is closed. Use it inside its 'async with' block; views made there stay valid."
+        )
 
 
 class HugePagesUnavailableError(AioshmError):
@@ -224,7 +223,9 @@ class UnsuitableDirectoryError(AioshmError):
     def __init__(self, *, directory: str, reason: str) -> None:
         self.directory = directory
         self.reason = reason
-        super().__init__(f"{directory} cannot hold a region: {reason}. Use /dev/shm, or another tmpfs or hugetlbfs mount.")
+        super().__init__(
+            f"{directory} cannot hold a region: {reason}. Use /dev/shm, or another tmpfs or hugetlbfs mount."
+        )
 
 
 class UnsupportedPlatformError(AioshmError):
@@ -243,6 +244,11 @@ def _tail(hint: str | None) -> str:
     return f" {hint}" if hint else ""
 
 
+def _rebuild(kind: type[AioshmError], args: tuple[Any, ...]) -> AioshmError:
+    # Whose memory layout it has: Python refuses the `__new__` of the other base.
+    error: AioshmError = (OSError if issubclass(kind, OSError) else RuntimeError).__new__(kind)
+    error.args = args
+    return error
 
 
 for _error in (AioshmError, *AioshmError.__subclasses__()):

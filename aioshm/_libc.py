@@ -7,10 +7,12 @@ all the same. A call through `ctypes.CDLL` releases the lock, and these function
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import sys
+from collections.abc import Iterator
 
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 HUGE_PAGE = 2 << 20
@@ -29,6 +31,8 @@ MAP_FIXED = 0x10
 MAP_ANONYMOUS = 0x20
 MAP_NORESERVE = 0x4000
 MAP_POPULATE = 0x8000
+
+_FALLOC_FL_KEEP_SIZE = 0x01  # linux/falloc.h
 
 # linux/magic.h
 TMPFS_MAGIC = 0x01021994
@@ -82,15 +86,34 @@ def try_madvise(address: int, length: int, advice: int) -> int:
     return ctypes.get_errno() if _libc.madvise(address, length, advice) else 0
 
 
-def fallocate(fd: int, offset: int, length: int) -> None:
-    """Allocate the file's pages in this range; what is there keeps its content. See fallocate(2), mode 0.
+@contextlib.contextmanager
+def reopened(fd: int) -> Iterator[int]:
+    """Give another open file description of the same file, to map it through.
 
-    Not `os.posix_fallocate`: where a file system knows no fallocate, glibc imitates it by writing.
+    A mapping keeps the description it was made from until it is unmapped, and the description keeps its locks
+    (the kernel's fs/file_table.c, __fput): our own would outlast us under a view, and in a forked child that merely
+    inherited the addresses. The name will not do, for it may be gone. Without /proc there is no other way than `fd`.
+    """
+    try:
+        other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        other = os.dup(fd)
+    try:
+        yield other
+    finally:
+        os.close(other)
+
+
+def fallocate(fd: int, offset: int, length: int) -> None:
+    """Allocate the file's pages in this range; the file keeps its content and its size. See fallocate(2).
+
+    Not `os.posix_fallocate`: that lets the file grow to the end of its last page, and where a file system
+    knows no fallocate, glibc imitates it by writing.
 
     Raises:
         OSError: As the kernel says; ENOSPC when the file system is full.
     """
-    while _libc.fallocate(fd, 0, offset, length):
+    while _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, offset, length):
         if ctypes.get_errno() != errno.EINTR:
             raise _last_error("fallocate")
 

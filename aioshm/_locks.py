@@ -64,6 +64,9 @@ _FLOCK = struct.Struct("hhqqi4x")
 # Held over every open-and-register, and over every fork: a child could otherwise inherit a description it does not know of.
 _fork_lock = threading.RLock()
 _open_descriptions: weakref.WeakSet[Description] = weakref.WeakSet()
+# The lock is not held over close(2), which may take long. What is being closed is remembered with its file instead: a
+# child that was forked then has it still open, or has another file under its number, or nothing.
+_being_closed: dict[int, tuple[int, os.stat_result]] = {}
 
 
 class Description:
@@ -71,12 +74,17 @@ class Description:
 
     Not inherited: a program started from here gets none (O_CLOEXEC), and in a forked child every
     description is closed at once, or a dead rank would look alive for as long as the child runs.
+
+    Attributes:
+        fd: The descriptor; -1 once closed.
+        made: Whether this open made the file.
     """
 
     fd = -1
 
     def __init__(self, path: str, flags: int, mode: int = 0o600) -> None:
         """Open `path`; see open(2). Raises OSError as the kernel says."""
+        self.made = bool(flags & os.O_EXCL)
         with _fork_lock:
             self.fd = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             _open_descriptions.add(self)
@@ -91,9 +99,15 @@ class Description:
 
         Blocks for about 0.1 s per GiB where it is the last reference to a deleted file with small pages.
         """
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
+        with _fork_lock:
+            fd, self.fd = self.fd, -1
+            if fd < 0:
+                return
+            _being_closed[id(self)] = fd, os.fstat(fd)
+        try:
             os.close(fd)
+        finally:
+            del _being_closed[id(self)]
 
     def __del__(self) -> None:
         self.close()
@@ -135,7 +149,10 @@ class Description:
         self._try_lock(fcntl.F_UNLCK, what)
 
     def find_held(self, what: Range) -> int | None:
-        """Return the index within `what` of a byte that somebody else holds in any way, the lowest first; else None."""
+        """Return the index within `what` of a byte that somebody else holds in any way, the first that the kernel finds.
+
+        None where nobody holds any. The order is that of the holders, not of the bytes.
+        """
         question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, what.start, what.length, 0)
         kind, _, start, _, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, question))
         return None if kind == fcntl.F_UNLCK else max(0, start - what.start)
@@ -156,6 +173,11 @@ class Description:
 def _close_all_in_child() -> None:
     for description in list(_open_descriptions):
         description.close()
+    for fd, status in _being_closed.values():
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(fd), status):
+                os.close(fd)
+    _being_closed.clear()
     _fork_lock.release()
 
 

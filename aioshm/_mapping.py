@@ -34,7 +34,8 @@ class Mapping:
         self.size = size
         self.page = page
         self.length = round_up(size, page)
-        self._address = _map_aligned(fd, self.length, max(page, alignment))
+        with _libc.reopened(fd) as own:
+            self._address = _map_aligned(own, self.length, max(page, alignment))
         self._anchor: ctypes.Array[ctypes.c_ubyte] | None = None
         self._finalizer: weakref.finalize[..., ctypes.Array[ctypes.c_ubyte]] | None = None
         # Nobody wants hundreds of GiB in a core file. Not vital: the answer is not looked at.

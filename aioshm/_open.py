@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ._progress import Progress
 
 _log = logging.getLogger("aioshm")
+_log.addHandler(logging.NullHandler())  # a program that sets up no logging reads nothing on stderr
 
 
 def open_region(
@@ -51,7 +52,8 @@ def open_region(
     The event loop runs on all the while.
 
     Args:
-        name: 1 to 200 of the characters `A-Z a-z 0-9 . _ -`. The file is `{directory}/aioshm-{euid}-{name}`.
+        name: 1 to 200 of the characters `A-Z a-z 0-9 . _ -`, without `..`. The file is
+            `{directory}/aioshm-{euid}-{name}`.
         size: Bytes; every process must pass the same.
         directory: A tmpfs or hugetlbfs mount that all processes see.
         allocation_name: What the memory is for; stands in every error and log line.

@@ -83,6 +83,7 @@ class Populate:
         self._guard = guard
         self._is_hugetlb = is_hugetlb
         self._collapse = collapse and not is_hugetlb
+        self._required = self._collapse and request.huge_pages == "require"
         self._in_vain = 0
         self._legacy = False
         self._abandoned = False
@@ -148,12 +149,16 @@ class Populate:
         if self._is_hugetlb:
             self._touch(chunk.start, len(chunk))
             return len(chunk)
-        huge = 0
-        if self._collapse:
-            whole = chunk[: len(chunk) // HUGE_PAGE * HUGE_PAGE]
-            huge = self._make_huge(whole)
+        whole = chunk[: len(chunk) // HUGE_PAGE * HUGE_PAGE]
+        huge = self._make_huge(whole) if self._collapse else 0
         if huge < len(chunk):
             self._touch(chunk.start + huge, len(chunk) - huge)
+        if self._required and huge < len(whole):  # only now: where space was short, the touch has said so
+            raise HugePagesUnavailableError(
+                allocation_name=self._request.allocation_name,
+                directory=self._request.directory,
+                reason=self.small_page_reason or "the kernel did not say why",
+            )
         return huge
 
     def _make_huge(self, whole: range) -> int:
@@ -176,7 +181,9 @@ class Populate:
         if code == errno.EINVAL:
             reason = "the kernel refuses MADV_COLLAPSE (older than 6.1, or shmem_enabled=deny)"
         elif code in (errno.ENOMEM, errno.EAGAIN, errno.EBUSY):
-            reason = f"no free huge page could be made ({errno.errorcode[code]}: memory is fragmented or nearly used up)"
+            reason = (
+                f"no free huge page could be made ({errno.errorcode[code]}: memory is fragmented or nearly used up)"
+            )
         else:
             raise OSError(code, f"MADV_COLLAPSE: {os.strerror(code)}")
         with self._lock:
@@ -184,10 +191,6 @@ class Populate:
             self.small_page_reason = reason
             if code == errno.EINVAL or self._in_vain >= _PATIENCE:
                 self._collapse = False
-        if self._request.huge_pages == "require":
-            raise HugePagesUnavailableError(
-                allocation_name=self._request.allocation_name, directory=self._request.directory, reason=reason
-            )
 
     def _touch(self, start: int, length: int) -> None:
         """Make `length` bytes from `start` resident and mapped; what they hold stays as it is."""
@@ -204,14 +207,16 @@ class Populate:
             _libc.fallocate(self._fd, self._offset + start, length)
         except OSError as error:
             raise self._translated(error.errno or 0, "fallocate") from error
-        _libc.mmap(
-            self._address + start,
-            length,
-            _libc.PROT_READ_WRITE,
-            _libc.MAP_SHARED | _libc.MAP_FIXED | _libc.MAP_POPULATE,
-            self._fd,
-            self._offset + start,
-        )
+        with _libc.reopened(self._fd) as own:
+            _libc.mmap(
+                self._address + start,
+                length,
+                _libc.PROT_READ_WRITE,
+                _libc.MAP_SHARED | _libc.MAP_FIXED | _libc.MAP_POPULATE,
+                own,
+                self._offset + start,
+            )
+        _libc.try_madvise(self._address + start, length, _libc.MADV_DONTDUMP)  # it is a new mapping
 
     def _try_populate_write(self, start: int, length: int) -> int:
         while True:
@@ -244,7 +249,7 @@ async def run_populate(work: Populate, request: Request) -> int:
     if not work.total:
         return 0
     threads = _thread_count(request, work.total)
-    with Ticker(request.on_progress, lambda: work.done, work.total):
+    with Ticker(request.on_progress, lambda: work.done, work.total, what=request.allocation_name):
         await run_all_through([work.work] * threads, name="populate")
     return threads
 
@@ -265,5 +270,3 @@ def _adapt(length: int, seconds: float) -> int:
     wanted = int(length * _CHUNK_SECONDS / seconds) if seconds > 0 else length * 2
     wanted = min(max(wanted, _SMALLEST_CHUNK), 2 * max(length, _SMALLEST_CHUNK), _LARGEST_CHUNK)
     return wanted // HUGE_PAGE * HUGE_PAGE
-
-

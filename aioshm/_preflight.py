@@ -55,9 +55,9 @@ def judge_memory(required: int, levels: list[MemoryFigures]) -> Finding | None:
     # The warning is due where any level has to reclaim, the error where the tightest cannot even then.
     if required > tightest.available:
         return Finding("short", required, tightest)
-    for figures in levels:
-        if required > figures.headroom:
-            return Finding("reclaim", required, figures)
+    reclaiming = [figures for figures in levels if required > figures.headroom]
+    if reclaiming:
+        return Finding("reclaim", required, min(reclaiming, key=lambda figures: figures.available))
     return Finding("fits", required, tightest)
 
 
@@ -76,10 +76,13 @@ def read_memory_figures(levels: tuple[MemoryLevel, ...] | None = None) -> list[M
 
 
 def free_bytes(file_system: FileSystem) -> int | None:
-    """Return the bytes that the file system can still take; None where it has no limit of its own."""
-    if file_system.total:
-        return file_system.free
-    return _host.read_huge_page_pool(file_system.page) if file_system.kind == "hugetlbfs" else None
+    """Return the bytes that the file system can still take; None where it has no limit of its own.
+
+    A hugetlbfs takes its pages from the pool: a `size=` of the mount bounds it further, and promises nothing.
+    """
+    own = file_system.free if file_system.total else None
+    pool = _host.read_huge_page_pool(file_system.page) if file_system.kind == "hugetlbfs" else None
+    return min((limit for limit in (own, pool) if limit is not None), default=None)
 
 
 def check(request: Request, allocated: int, file_system: FileSystem) -> None:

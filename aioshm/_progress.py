@@ -39,7 +39,10 @@ class Ticker:
     logged and not called again: a broken progress bar must not cost anybody a region.
     """
 
-    def __init__(self, callback: Callable[[Progress], None] | None, done: Callable[[], int], total: int) -> None:
+    def __init__(
+        self, callback: Callable[[Progress], None] | None, done: Callable[[], int], total: int, *, what: str
+    ) -> None:
+        self._what = what
         self._callback = callback
         self._done = done
         self._total = total
@@ -70,7 +73,7 @@ class Ticker:
         try:
             self._callback(progress)
         except Exception:
-            _log.exception("on_progress raised and will not be called again")
+            _log.exception("%s: on_progress raised and will not be called again", self._what)
             self._callback = None
 
 

@@ -16,6 +16,7 @@ from ._populate import Populate, run_populate
 from ._report import OpenReport
 from ._request import Request, check_span
 from ._tenancy import Tenancy
+from ._threads import wait_through
 from ._units import mib
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Region:
         self._tenancy = tenancy
         self._mapping = mapping
         self._closed = False
-        self._closing = asyncio.Lock()
+        self._closing: asyncio.Event | None = None
 
     @property
     def name(self) -> str:
@@ -126,7 +127,7 @@ class Region:
             The view.
 
         Raises:
-            ValueError: It would reach beyond the region, or the offset or strides make no sense.
+            ValueError: It would reach beyond the region, the offset or strides make no sense, or the dtype is quantized.
             RegionClosedError: The region was closed.
             ImportError: torch is not installed (`pip install 'aioshm[torch]'`).
         """
@@ -175,21 +176,30 @@ class Region:
         Cancellation:
             Felt when it is all done.
         """
-        async with self._closing:
-            if self.closed:
-                self._closed = True
-                return
+        if not self._tenancy.held:
             self._closed = True
-            removed = await self._tenancy.give_back()
-            what = self._request.allocation_name
-            _log.info("%s: %s %s", what, "removed" if removed else "released", self.path)
-            if self._mapping.still_mapped:
-                _log.warning(
-                    "%s: %s MiB of %s stay mapped until the last view of them (memoryview, array or tensor) goes",
-                    what,
-                    mib(self._mapping.length),
-                    self.path,
-                )
+            return
+        if self._closing is not None:  # another task is at it
+            await wait_through(self._closing)
+            return
+        self._closed = True
+        self._closing = asyncio.Event()
+        try:
+            await self._tenancy.give_back()
+        finally:
+            self._closing.set()
+            self._tell_closed()
+
+    def _tell_closed(self) -> None:
+        what = self._request.allocation_name
+        _log.info("%s: %s %s", what, "removed" if self._tenancy.removed else "released", self.path)
+        if self._mapping.still_mapped:
+            _log.warning(
+                "%s: %s MiB of %s stay mapped until the last view of them (memoryview, array or tensor) goes",
+                what,
+                mib(self._mapping.length),
+                self.path,
+            )
 
     def _open_mapping(self) -> Mapping:
         if self.closed:

@@ -24,10 +24,11 @@ from ._errors import (
     RegionMismatchError,
     RegionRemovedError,
     UnsuitableDirectoryError,
+    UnsupportedPlatformError,
 )
 from ._locks import GATE, READY_BIT, WORLD, Description, Range
 from ._request import Request
-from ._threads import run_through
+from ._threads import run_regardless
 
 _NO_COHORT = 0
 _log = logging.getLogger("aioshm")
@@ -119,6 +120,16 @@ async def enter(request: Request, file_size: int) -> Seat:
     Cancellation:
         Felt at once; nothing is held afterwards.
     """
+    # What was removed on the way is closed, and so freed, only with the next file in hand. Freeing takes time, and
+    # whoever made the next one meanwhile would find no room for it.
+    removed: list[Description] = []
+    try:
+        return await _enter(request, file_size, removed)
+    finally:
+        await _close_all(removed)  # after success there is none, and so nothing is awaited with the seat in hand
+
+
+async def _enter(request: Request, file_size: int, removed: list[Description]) -> Seat:
     started = time.monotonic()
     clock = _Clock(request)
     pauses = backoff()
@@ -130,10 +141,18 @@ async def enter(request: Request, file_size: int) -> Seat:
             continue
         try:
             look = _look(description, request, file_size)
+            try:
+                await _close_all(removed)
+            except BaseException:
+                if look in (_Look.CREATOR, _Look.JOINER):
+                    Seat(description, request.path, "joiner").leave()
+                raise
             while look in (_Look.FORMING, _Look.UNSETTLED):
                 clock.check(at_work=look is _Look.FORMING)
                 await asyncio.sleep(next(pauses))
                 look = _look(description, request, file_size)
+            if look is _Look.CREATOR and not description.made:
+                _log.info("%s: took over %s, which its maker had left empty", request.allocation_name, request.path)
             if look in (_Look.CREATOR, _Look.JOINER):
                 kept, description = description, None
                 return Seat(
@@ -146,9 +165,21 @@ async def enter(request: Request, file_size: int) -> Seat:
             if look is _Look.LEFTOVER:
                 recycled = True
                 _log.info("%s: removed %s, left by a process that died", request.allocation_name, request.path)
+                removed.append(description)
+                description = None
+        except UnsupportedPlatformError:
+            # A stub that nobody can lock is nobody's: most likely we made it, just now.
+            if description is not None and not description.status().st_size:
+                description.unlink(request.path)
+            raise
         finally:
             if description is not None:
                 await close(description)
+
+
+async def _close_all(descriptions: list[Description]) -> None:
+    while descriptions:
+        await close(descriptions.pop())
 
 
 async def close(description: Description) -> None:
@@ -156,7 +187,7 @@ async def close(description: Description) -> None:
     if description.closed:
         return
     if description.status().st_blocks:
-        await run_through(lambda _: description.close(), name="close")
+        await run_regardless(description.close, name="close")
     else:
         description.close()
 
@@ -282,7 +313,5 @@ def _hold_world(description: Description, request: Request, world: int) -> None:
     for first, others in ((0, below), (world + 1, above)):
         found = description.find_held(others) if others.length else None
         if found is not None:
-            raise RegionMismatchError(
-                name=request.name, field="local_world_size", expected=world, found=first + found
-            )
+            raise RegionMismatchError(name=request.name, field="local_world_size", expected=world, found=first + found)
     description.try_shared(WORLD.at(world))

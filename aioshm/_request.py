@@ -81,8 +81,8 @@ def check_request(
 def check_name(name: object) -> str:
     """Return `name` if it may be part of a file name, with nothing in it that a path gives a meaning to."""
     name = _text("name", name)
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"name must be 1 to 200 of the characters A-Z a-z 0-9 . _ -, not {name!r}")
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise ValueError(f"name must be 1 to 200 of the characters A-Z a-z 0-9 . _ -, without '..', not {name!r}")
     return name
 
 
@@ -90,7 +90,7 @@ def check_size(size: object) -> int:
     """Return `size` in bytes; NumPy's integers are fine, bool and float are not."""
     bytes_ = _count("size", size)
     if bytes_ > _MAX_SIZE:
-        raise ValueError(f"size must be in bytes, and no address space holds {bytes_}")
+        raise ValueError(f"size must be in bytes, and no address space holds {_figure(bytes_)}")
     return bytes_
 
 
@@ -101,7 +101,7 @@ def check_directory(directory: object) -> str:
     path = os.fspath(directory)
     if not isinstance(path, str):
         raise TypeError(f"directory must be text, not {_kind(path)}")
-    if not path or "\0" in path:
+    if not path or "\0" in path or not _is_encodable(path):
         raise ValueError(f"directory must be the path of a directory, not {path!r}")
     return os.path.abspath(path)
 
@@ -138,7 +138,7 @@ def _count(field: str, value: object) -> int:
     if number is None or isinstance(value, bool):
         raise TypeError(f"{field} must be an int, not {_kind(value)}")
     if number <= 0:
-        raise ValueError(f"{field} must be greater than 0, not {number}")
+        raise ValueError(f"{field} must be greater than 0, not {_figure(number)}")
     return number
 
 
@@ -147,9 +147,13 @@ def _seconds(field: str, value: object) -> float | None:
         return None
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{field} must be seconds as a float, or None, not {_kind(value)}")
-    if math.isnan(value) or value < 0:
+    try:
+        seconds = float(value)
+    except OverflowError:
+        raise ValueError(f"{field} must be seconds that a float can hold; None is for ever") from None
+    if math.isnan(seconds) or seconds < 0:
         raise ValueError(f"{field} must be 0 seconds or more, not {value}")
-    return float(value)
+    return seconds
 
 
 def _word(field: str, value: object, words: Any) -> Any:
@@ -165,6 +169,21 @@ def _callable(field: str, value: object) -> Any:
     if value is not None and not callable(value):
         raise TypeError(f"{field} must be callable or None, not {_kind(value)}")
     return value
+
+
+def _is_encodable(path: str) -> bool:
+    """Whether a path can be told to the kernel: a lone surrogate that stands for no byte cannot."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _figure(number: int) -> str:
+    """Return a number as text; Python refuses to print one of thousands of digits."""
+    bits = number.bit_length()
+    return str(number) if bits <= 128 else f"about {'-' if number < 0 else ''}2**{bits}"
 
 
 def _kind(value: object) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ._mapping import Mapping, unmap
 from ._populate import Populate
 from ._rendezvous import Seat
-from ._threads import run_through
+from ._threads import run_regardless
 
 
 class Tenancy:
@@ -18,11 +18,13 @@ class Tenancy:
     Attributes:
         seat: Our place inside.
         mapping: Where its file is mapped; None until then.
+        removed: Whether we were the last and removed the name.
     """
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
         self.mapping: Mapping | None = None
+        self.removed = False
         self._running: set[Populate] = set()
 
     @property
@@ -39,27 +41,30 @@ class Tenancy:
         finally:
             self._running.discard(work)
 
-    async def give_back(self) -> bool:
-        """Leave, unmap and close; say whether the name was removed. Twice is fine.
+    async def give_back(self) -> None:
+        """Leave, unmap and close. Twice is fine.
 
-        The name goes first: from then on not even SIGKILL leaves anything. A region that was never finished is
-        emptied while the gate is still ours, so that whoever makes it next finds the memory free.
+        The name goes first: from then on not even SIGKILL leaves anything. Only a region that was never finished
+        is emptied before that, while the gate is still ours: as soon as the name is gone, one of those who wait
+        makes it anew, and must find the memory free.
 
         Cancellation:
             Felt when it is all done.
         """
         if not self.held:
-            return False
+            return
         try:
-            return self.seat.leave()
+            if not self.seat.forming:
+                self.removed = self.seat.leave()
         finally:
-            await run_through(lambda _: self._release(), name="release")
+            await run_regardless(self._release, name="release")
 
     def give_back_now(self) -> None:
         """Do the same on the spot: for where nothing can be awaited any more."""
         if self.held:
             try:
-                self.seat.leave()
+                if not self.seat.forming:
+                    self.removed = self.seat.leave()
             finally:
                 self._release()
 
@@ -72,7 +77,11 @@ class Tenancy:
             if self.seat.forming and not self._is_viewed():
                 os.ftruncate(self.seat.description.fd, 0)
         finally:
-            self.seat.description.close()
+            try:
+                if self.seat.forming:
+                    self.removed = self.seat.leave()
+            finally:
+                self.seat.description.close()
 
     def _is_viewed(self) -> bool:
         return self.mapping is not None and self.mapping.still_mapped

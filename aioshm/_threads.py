@@ -8,6 +8,7 @@ and the default executor is joined at interpreter exit without a way to stop wha
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -58,38 +59,75 @@ async def run_all_through(works: list[Callable[[StopFlag], T]], *, name: str) ->
         only when the threads are done, and it is never lost: a result that came meanwhile is dropped.
     """
     crew = _Crew(works, name)
-    crew.start()
     try:
+        crew.start()
         # Unshielded: were it shielded from the start, an anyio scope could not be felt here at all.
         await crew.done.wait()
     except asyncio.CancelledError as cancelled:
         crew.stop.set()
-        raise await _outlast(crew, cancelled) from None
+        raise await _outlast(crew.done, cancelled) from None
     except BaseException:
-        # GeneratorExit: the loop is gone, nobody can be awaited any more. At most a chunk of work is.
+        # Not all could be started; or GeneratorExit: the loop is gone, nobody can be awaited any more.
         crew.stop.set()
-        crew.join()
         raise
-    crew.join()
+    finally:
+        crew.join()
     return crew.results()
 
 
-async def _outlast(crew: _Crew[T], cancelled: asyncio.CancelledError) -> asyncio.CancelledError:
-    """Wait until the crew is done, and return the cancellation that should go on.
+async def run_regardless(work: Callable[[], object], *, name: str) -> None:
+    """Run `work`, which gives something back: in a thread where that can be, and on the spot where it cannot.
+
+    That is where no thread can be started (a pids limit), and where nobody can be awaited any more, because the
+    coroutine is being closed or its loop is gone. Better the loop stands still than the memory stays.
+
+    Raises:
+        BaseException: What `work` raised.
+
+    Cancellation:
+        Felt when it is done.
+    """
+    begun = False
+
+    def once(_: StopFlag) -> None:
+        nonlocal begun
+        begun = True
+        work()
+
+    if not isinstance(sys.exception(), GeneratorExit):
+        try:
+            await run_through(once, name=name)
+        except RuntimeError:
+            if begun:
+                raise
+    if not begun:
+        work()
+
+
+async def wait_through(event: asyncio.Event) -> None:
+    """Wait for an event that is sure to come, such as the end of what another task runs through.
+
+    Cancellation:
+        Felt when it has come.
+    """
+    try:
+        await event.wait()
+    except asyncio.CancelledError as cancelled:
+        raise await _outlast(event, cancelled) from None
+
+
+async def _outlast(done: asyncio.Event, cancelled: asyncio.CancelledError) -> asyncio.CancelledError:
+    """Wait until it is done, and return the cancellation that should go on.
 
     The shield keeps anyio from delivering its cancellation again and again. It does not stop
     `task.cancel()`; a second one is remembered, since the first may belong to a scope that swallows it.
     """
     with anyio.CancelScope(shield=True):
-        while not crew.done.is_set():
+        while not done.is_set():
             try:
-                await crew.done.wait()
+                await done.wait()
             except asyncio.CancelledError as again:
                 cancelled = again
-            except BaseException:
-                crew.join()
-                raise
-    crew.join()
     return cancelled
 
 
@@ -111,19 +149,14 @@ class _Crew(Generic[T]):
         ]
 
     def start(self) -> None:
-        for started, thread in enumerate(self._threads):
-            try:
-                thread.start()
-            except BaseException:
-                self.stop.set()
-                for other in self._threads[:started]:
-                    other.join()
-                raise
+        for thread in self._threads:
+            thread.start()
 
     def join(self) -> None:
-        """Wait for the threads themselves: after `done` a matter of microseconds."""
+        """Wait for those threads that were started: after `done` a matter of microseconds, after a stop one chunk."""
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def results(self) -> list[T]:
         error, self._error = self._error, None

@@ -7,7 +7,8 @@ which succeeds under a living torch tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,21 +55,29 @@ def tensor(
     import torch
 
     kind = torch.uint8 if dtype is None else dtype
+    if not isinstance(kind, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, not {type(kind).__name__}")
+    if str(kind).startswith("torch.q"):  # as_strided of what has no quantizer ends in a segmentation fault
+        raise ValueError(f"dtype {kind} is quantized: a tensor of it takes a scale, which bytes alone do not have")
     dimensions = _dimensions(shape, kind.itemsize, mapping.size, offset)
     steps = tuple(strides) if strides is not None else _contiguous(dimensions, 1)
     _check(dimensions, tuple(step * kind.itemsize for step in steps), kind.itemsize, offset, mapping.size)
-    flat = torch.frombuffer(mapping.anchor(), dtype=kind, count=(mapping.size - offset) // kind.itemsize, offset=offset)
-    return flat.as_strided(dimensions, steps)
+    count = (mapping.size - offset) // kind.itemsize
+    if not count:  # torch makes no tensor from nothing
+        return torch.empty(dimensions, dtype=kind)
+    return torch.frombuffer(mapping.anchor(), dtype=kind, count=count, offset=offset).as_strided(dimensions, steps)
 
 
 def _dimensions(shape: int | Sequence[int] | None, itemsize: int, size: int, offset: int) -> tuple[int, ...]:
-    if offset < 0 or offset % itemsize:
+    if not itemsize:
+        raise ValueError("elements of a dtype without a size cannot be counted")
+    if operator.index(offset) < 0 or offset % itemsize:
         raise ValueError(f"offset {offset} must be a multiple of the item size, {itemsize} bytes, and not negative")
     if offset > size:
         raise ValueError(f"offset {offset} lies beyond the region's {size} bytes")
     if shape is None:
         return ((size - offset) // itemsize,)
-    dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
+    dimensions = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
     if any(length < 0 for length in dimensions):
         raise ValueError(f"shape {dimensions} has a negative dimension")
     return dimensions
