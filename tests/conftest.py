@@ -19,6 +19,7 @@ from cgroups import MemoryGroup, find_memory_controller
 from ranks import RankCrew
 
 SHM = Path("/dev/shm")
+_PREFIX = f"test-{os.getpid()}-"
 _serial = itertools.count()
 
 
@@ -28,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["AIOSHM_TEST_LOOP"] = config.getoption("--loop")  # the rank processes use the same
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:  # uvloop's first loop keeps a pipe for good
+        runner.get_loop()
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -53,7 +56,7 @@ def run() -> Callable[[Coroutine[Any, Any, Any]], Any]:
 @pytest.fixture
 def name() -> str:
     """A region name that no other test, run or user has."""
-    return f"test-{os.getpid()}-{next(_serial)}-{secrets.token_hex(3)}"
+    return f"{_PREFIX}{next(_serial)}-{secrets.token_hex(3)}"
 
 
 @pytest.fixture
@@ -133,7 +136,8 @@ def _mappings() -> list[str]:
 
 
 def _names() -> set[str]:
-    return {entry.name for entry in SHM.iterdir() if entry.name.startswith("aioshm-")}
+    """The regions of this process's tests and of their ranks: other suites may run on the same machine."""
+    return {entry.name for entry in SHM.iterdir() if entry.name.startswith("aioshm-") and _PREFIX in entry.name}
 
 
 def _threads() -> set[threading.Thread]:

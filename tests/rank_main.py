@@ -14,14 +14,18 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
+import rank_hooks
+
 import aioshm
 from aioshm import _locks
+from rank_memory import MemoryCommands
 
 
-class Commands:
+class Commands(MemoryCommands):
     """What a rank can be told. Each method is a command; its keywords are the command's arguments."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.stack = AsyncExitStack()
         self.region: aioshm.Region | None = None
         self.stages: dict[str, Any] = {}
@@ -67,6 +71,11 @@ class Commands:
                 await asyncio.sleep(0)
                 assert region.buffer[index] == index + 1
         return {"created": created}
+
+    async def hook(self, call: str, **arguments: Any) -> dict[str, Any]:
+        """Call a function of `rank_hooks`."""
+        answer: dict[str, Any] = await getattr(rank_hooks, call)(**arguments)
+        return answer
 
     async def memory(self) -> dict[str, Any]:
         """What this process still has of any region."""

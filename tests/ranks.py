@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import selectors
 import signal
 import subprocess
@@ -30,7 +31,12 @@ class Rank:
     """One process. `ask` waits for the answer; `send` and `answer` do the two halves."""
 
     def __init__(
-        self, name: str, *, preexec: Callable[[], None] | None = None, wrapper: tuple[str, ...] = (), user: int | None = None
+        self,
+        name: str,
+        *,
+        preexec: Callable[[], None] | None = None,
+        wrapper: tuple[str, ...] = (),
+        user: int | None = None,
     ) -> None:
         self.name = name
         self.process = subprocess.Popen(
@@ -85,6 +91,13 @@ class Rank:
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
+
+    def wait_stopped(self) -> None:
+        """Wait until it has stopped, by a signal of its own or from outside; RankError where it died instead."""
+        state = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        if state is None or state.si_code != os.CLD_STOPPED:
+            raise RankError({"died": self.process.wait(10)})
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)  # seen: the next wait is for the next stop
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

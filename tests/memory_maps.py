@@ -1,0 +1,48 @@
+"""What the kernel says of a mapped region, and whether it makes huge pages here."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from pathlib import Path
+
+import aioshm
+from aioshm import _libc
+from aioshm._libc import HUGE_PAGE, PAGE
+from aioshm._mapping import Mapping, unmap
+
+
+@functools.cache
+def collapse_works() -> bool:
+    """Ask the kernel, on a file beside the regions: it needs 6.1, and shmem_enabled other than "deny"."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(HUGE_PAGE)
+        mapping = Mapping(file.fileno(), size=HUGE_PAGE, page=PAGE)
+        try:
+            _libc.try_madvise(mapping.address, PAGE, _libc.MADV_POPULATE_WRITE)
+            return _libc.try_madvise(mapping.address, HUGE_PAGE, _libc.MADV_COLLAPSE) == 0
+        finally:
+            unmap(mapping.release())
+
+
+def mapped(region: aioshm.Region, field: str) -> int:
+    """Return bytes of `field` in /proc/self/smaps, over all of the region's mappings here."""
+    areas = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    ours = [area for area in areas if region.path in area]
+    return sum(int(kib) * 1024 for area in ours for kib in re.findall(rf"^{field}: +(\d+) kB", area, re.MULTILINE))
+
+
+def flags(region: aioshm.Region) -> list[str]:
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    here, found = False, []
+    for line in lines:
+        if re.match(r"[0-9a-f]+-", line):
+            here = region.path in line
+        elif here and line.startswith("VmFlags:"):
+            found.append(line)
+    return found
+
+
+def whole_pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
