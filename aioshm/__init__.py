@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ._errors import InsufficientMemoryError as InsufficientMemoryError
     from ._errors import InsufficientSpaceError as InsufficientSpaceError
     from ._errors import JoinTimeoutError as JoinTimeoutError
+    from ._errors import PeerLostError as PeerLostError
+    from ._errors import RankInUseError as RankInUseError
     from ._errors import RegionAccessError as RegionAccessError
     from ._errors import RegionClosedError as RegionClosedError
     from ._errors import RegionMismatchError as RegionMismatchError
@@ -33,7 +35,9 @@ __all__ = [
     "InsufficientSpaceError",
     "JoinTimeoutError",
     "OpenReport",
+    "PeerLostError",
     "Progress",
+    "RankInUseError",
     "Region",
     "RegionAccessError",
     "RegionClosedError",

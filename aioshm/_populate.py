@@ -39,6 +39,9 @@ _PATIENCE = 8
 # Zeroing pages is bound by memory bandwidth, which a socket's first few cores use up.
 _MOST_THREADS = 16
 
+# Bytes per second that only huge pages can be mapped at; small ones come at a third of it.
+_CHEAP_RATE = 32 << 30
+
 _log = logging.getLogger("aioshm")
 
 
@@ -103,7 +106,7 @@ class Populate:
         """
         size = _FIRST_CHUNK
         while not stop:
-            chunk = self._take(size)
+            chunk = self._take(size if self._guard is None else self._guard.fit(size, _SMALLEST_CHUNK))
             if not chunk:
                 return
             started = time.perf_counter()
@@ -126,7 +129,7 @@ class Populate:
 
     def _take(self, size: int) -> range:
         """Return the next chunk, as offsets into the span; none where it was abandoned. `_settle` ends what this began."""
-        size = max(size, self._page)
+        size = round_up(size, max(self._page, HUGE_PAGE))
         with self._lock:
             if self._abandoned:
                 return range(0)
@@ -249,9 +252,24 @@ async def run_populate(work: Populate, request: Request) -> int:
     return threads
 
 
+def map_while_cheap(mapping: Mapping, stop: StopFlag) -> None:
+    """Map what the other ranks populated, for as long as that goes fast: with huge pages it takes 0.5 ms per GiB.
+
+    With small pages it would take a hundred times as long, for memory that this rank may never look at.
+    """
+    start, size = 0, HUGE_PAGE  # the first piece is the sample
+    while start < mapping.length and not stop:
+        size = min(size, mapping.length - start)
+        began = time.perf_counter()
+        code = _libc.try_madvise(mapping.address + start, size, _libc.MADV_POPULATE_WRITE)
+        if code or time.perf_counter() - began > size / _CHEAP_RATE:
+            return
+        start, size = start + size, _LARGEST_CHUNK
+
+
 def _thread_count(request: Request, total: int) -> int:
-    """Return how many threads pay: not more than may run at once, nor than there is work for."""
-    most = request.threads or min(usable_cpus(_cgroup.cpu_quota()), _MOST_THREADS)
+    """Return how many threads pay: not more than may run at once, ranks together, nor than there is work for."""
+    most = request.threads or min(usable_cpus(_cgroup.cpu_quota()) // (request.local_world_size or 1), _MOST_THREADS)
     return max(1, min(most, -(-total // _LARGEST_CHUNK)))
 
 

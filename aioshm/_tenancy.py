@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ._mapping import Mapping, unmap
 from ._populate import Populate
 from ._rendezvous import Seat
+from ._roster import Roster
 from ._threads import run_through
 
 
@@ -18,11 +19,13 @@ class Tenancy:
     Attributes:
         seat: Our place inside.
         mapping: Where its file is mapped; None until then.
+        roster: Our cohort, once our rank in it is claimed; None without one.
     """
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
         self.mapping: Mapping | None = None
+        self.roster: Roster | None = None
         self._running: set[Populate] = set()
 
     @property
@@ -51,7 +54,7 @@ class Tenancy:
         if not self.held:
             return False
         try:
-            return self.seat.leave()
+            return self._leave()
         finally:
             await run_through(lambda _: self._release(), name="release")
 
@@ -59,9 +62,14 @@ class Tenancy:
         """Do the same on the spot: for where nothing can be awaited any more."""
         if self.held:
             try:
-                self.seat.leave()
+                self._leave()
             finally:
                 self._release()
+
+    def _leave(self) -> bool:
+        if self.roster is not None:
+            self.roster.break_up()
+        return self.seat.leave()
 
     def _release(self) -> None:
         for populate in list(self._running):
