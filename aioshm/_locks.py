@@ -14,9 +14,9 @@ process, so ranks run as tasks of one process would not see each other, and clos
     RELEASE            exclusive   whoever releases or breaks up a cohort  exactly one does, and may remove the name
     PID + rank<<22|pid exclusive   that rank                            lets an error name the peer's pid
 
-One bit of the file's mode is the one thing that outlives its writer: READY_BIT, owner-execute. Without a cohort it says
-that the creator populated and initialized the region, and a shared gate without it proves nothing but that somebody came in.
-With a cohort it says that all ranks were ready and were released; the name goes right after it.
+Two bits of the file's mode are all that outlives its writer. READY_BIT, owner-execute: without a cohort the creator populated
+and initialized the region, and a shared gate without it proves nothing but that somebody came in; with a cohort all ranks were
+ready and were released. BROKEN_BIT, sticky: a rank left its cohort before that. With a cohort the name goes right after either.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ PID = Range(_BASE + (3 << 32), MAX_RANKS << PID_BITS)
 WORLD = Range(_BASE + (1 << 50), _MAX_WORLD)
 
 READY_BIT = stat.S_IXUSR
+BROKEN_BIT = stat.S_ISVTX
 
 # struct flock where off_t is 64 bits: type, whence, start, length, pid (which must be 0 for OFD locks).
 _FLOCK = struct.Struct("hhqqi4x")
@@ -103,6 +104,10 @@ class Description:
     def status(self) -> os.stat_result:
         """Return the file's status, whatever became of its name."""
         return os.fstat(self.fd)
+
+    def mark(self, bit: int) -> None:
+        """Set one of the bits that outlive us."""
+        os.fchmod(self.fd, stat.S_IRUSR | stat.S_IWUSR | bit)
 
     def is_at(self, path: str) -> bool:
         """Whether `path` still names this file: to be asked before it is unlinked."""

@@ -20,7 +20,7 @@ from ._region import Region
 from ._rendezvous import Seat, enter
 from ._report import OpenReport
 from ._request import HugePages, MemoryPolicy, Request, check_request
-from ._roster import Roster
+from ._roster import BrokenUpError, Roster
 from ._tenancy import Tenancy
 from ._threads import run_through
 from ._units import mib
@@ -157,13 +157,21 @@ class _Opening(AbstractAsyncContextManager[Region]):
 
 async def _open(request: Request) -> Region:
     clock = _Clock()
+    while True:
+        try:
+            return await _open_once(request, clock)
+        except BrokenUpError:  # all is given back; the time-out goes on from where it began
+            continue
+
+
+async def _open_once(request: Request, clock: _Clock) -> Region:
     file_system = _check_directory(request.directory)
     # tmpfs keeps the exact size; hugetlbfs refuses to be sized to anything but whole pages.
     file_size = round_up(request.size, file_system.page if file_system.kind == "hugetlbfs" else 1)
     seat = await enter(request, file_size)
     tenancy = Tenancy(seat)
     try:
-        roster = _claim(request, tenancy)
+        roster = _claim(request, tenancy, clock.started)
         clock.lap("wait")
         if seat.forming:
             await run_through(lambda _: _make_room(request, seat, file_size), name="preflight")
@@ -212,18 +220,20 @@ class _Clock:
     """Seconds per phase, one after the other."""
 
     def __init__(self) -> None:
+        self.started = time.monotonic()
         self.laps: dict[str, float] = {}
-        self._last = time.monotonic()
+        self._last = self.started
 
     def lap(self, phase: str) -> None:
         now = time.monotonic()
-        self.laps[phase], self._last = now - self._last, now
+        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
+        self._last = now
 
 
-def _claim(request: Request, tenancy: Tenancy) -> Roster | None:
+def _claim(request: Request, tenancy: Tenancy, started: float) -> Roster | None:
     if not request.is_cohort:
         return None
-    roster = Roster(tenancy.seat.description, request)
+    roster = Roster(tenancy.seat.description, request, started)
     roster.claim()
     tenancy.roster = roster  # only now: who got no rank must not break up the others' cohort
     return roster

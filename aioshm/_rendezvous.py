@@ -25,7 +25,7 @@ from ._errors import (
     RegionRemovedError,
     UnsuitableDirectoryError,
 )
-from ._locks import GATE, READY_BIT, WORLD, Description, Range
+from ._locks import BROKEN_BIT, GATE, READY_BIT, WORLD, Description, Range
 from ._request import Request
 from ._threads import run_through
 
@@ -83,7 +83,7 @@ class Seat:
         """
         if not self.description.is_at(self.path):
             raise RegionRemovedError(path=self.path)
-        os.fchmod(self.description.fd, stat.S_IRUSR | stat.S_IWUSR | READY_BIT)
+        self.description.mark(READY_BIT)
         self.let_in()
 
     def leave(self) -> bool:
@@ -269,8 +269,8 @@ def _look(description: Description, request: Request, file_size: int) -> _Look:
         _hold_world(description, request)
         # Without a cohort only a finished region may be joined. With one it must be sized and not yet released. Otherwise
         # its creator died between our two tries, or its name is about to go.
-        is_ready = bool(status.st_mode & READY_BIT)
-        if is_ready == request.is_cohort or status.st_size == 0:
+        marks = status.st_mode & (READY_BIT | BROKEN_BIT)
+        if marks != (0 if request.is_cohort else READY_BIT) or status.st_size == 0:
             description.unlock(WORLD)
             description.unlock(GATE)
             return _Look.UNSETTLED

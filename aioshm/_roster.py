@@ -2,14 +2,13 @@
 
 No role depends on anybody's survival. Whoever sees all ranks ready and gets RELEASE sets the ready bit and then
 removes the name: from there SIGKILL of everyone leaks nothing. A rank that leaves before that breaks the cohort up: under the
-same lock it removes the name, so that a new start finds a new file and not the ruins.
+same lock it sets the broken bit and removes the name, so that a new start finds a new file and not the ruins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from enum import Enum, auto
@@ -17,7 +16,7 @@ from typing import TypeVar
 
 from ._backoff import backoff
 from ._errors import JoinTimeoutError, PeerLostError, RankInUseError, RegionRemovedError
-from ._locks import CLAIM, PID, PID_BITS, READY, READY_BIT, RELEASE, Description, Range
+from ._locks import BROKEN_BIT, CLAIM, PID, PID_BITS, READY, READY_BIT, RELEASE, Description, Range
 from ._request import Request
 
 # Between two looks while this rank is busy itself. A look costs about 1 us per rank.
@@ -25,6 +24,10 @@ _WATCH_INTERVAL = 0.02
 
 
 T = TypeVar("T")
+
+
+class BrokenUpError(Exception):
+    """We came into a cohort that ranks we never saw had broken up already: to be left, and opened anew."""
 
 
 class _State(Enum):
@@ -38,10 +41,11 @@ class _State(Enum):
 class Roster:
     """One rank's view of its cohort, through the description that holds its own marks."""
 
-    def __init__(self, description: Description, request: Request) -> None:
+    def __init__(self, description: Description, request: Request, started: float) -> None:
+        """Args: the file, what was asked for, and since when (monotonic seconds) the ranks are expected."""
         self._description = description
         self._request = request
-        self._started = time.monotonic()
+        self._started = started
         self._others = [rank for rank in range(request.local_world_size) if rank != request.local_rank]
         self._pids: dict[int, int | None] = {}
         self._ready: set[int] = set()
@@ -126,7 +130,8 @@ class Roster:
     def break_up(self) -> None:
         """Leave a cohort that was not released: remove the name, then let our marks go, so that all see it at once."""
         description = self._description
-        if not description.status().st_mode & READY_BIT and description.try_exclusive(RELEASE):
+        if description.try_exclusive(RELEASE) and not description.status().st_mode & READY_BIT:
+            description.mark(BROKEN_BIT)
             description.unlink(self._request.path)
         for marks in (READY.at(self._request.local_rank), CLAIM.at(self._request.local_rank)):
             description.unlock(marks)
@@ -147,11 +152,11 @@ class Roster:
                 description.unlink(path)
                 return True
         elif state is _State.COMPLETE and description.try_exclusive(RELEASE):
-            if description.is_at(path):  # else a rank broke the cohort up after we looked: look again
-                os.fchmod(description.fd, stat.S_IRUSR | stat.S_IWUSR | READY_BIT)
+            if description.is_at(path) and not description.status().st_mode & BROKEN_BIT:
+                description.mark(READY_BIT)
                 description.unlink(path)
                 return True
-            description.unlock(RELEASE)
+            description.unlock(RELEASE)  # a rank broke the cohort up after we looked: look again
         return False
 
     def _look(self) -> _State:
@@ -163,8 +168,8 @@ class Roster:
         missing = tuple(rank for rank in self._others if rank not in self._pids)
         if lost:
             raise self._lost(lost, missing)
-        if status.st_nlink == 0:
-            return self._look_at_removed(missing)
+        if status.st_mode & BROKEN_BIT or status.st_nlink == 0:
+            return self._look_at_ruins(missing)
         waited = time.monotonic() - self._started
         if missing and self._request.timeout is not None and waited > self._request.timeout:
             raise JoinTimeoutError(
@@ -176,20 +181,23 @@ class Roster:
             )
         return _State.COMPLETE if len(self._ready) == len(self._others) else _State.GATHERING
 
-    def _look_at_removed(self, missing: tuple[int, ...]) -> _State:
-        """Find out who removed the name: a releaser, a rank that breaks the cohort up, or somebody outside.
+    def _look_at_ruins(self, missing: tuple[int, ...]) -> _State:
+        """The name is going or gone: find out whether by a releaser, by a rank that broke up, or by somebody outside.
 
-        fchmod and unlink are two steps, and so are a rank's unlink and its letting go: the bit, the lock and the
-        peers are each read once more, in the order in which they change.
+        Setting the bit and removing the name are two steps, and so are a breaking rank's unlink and its letting go: each
+        is read once more, in the order in which they change.
         """
         breaking_up = self._description.find_held(RELEASE) is not None
         lost = self._read_peers()
-        if self._description.status().st_mode & READY_BIT:
+        mode = self._description.status().st_mode
+        if mode & READY_BIT:
             return _State.RELEASED
         if lost:
             raise self._lost(lost, missing)
         if breaking_up:
             return _State.GATHERING
+        if mode & BROKEN_BIT:
+            raise BrokenUpError
         raise RegionRemovedError(path=self._request.path)
 
     def _read_peers(self) -> list[int]:
