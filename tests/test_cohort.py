@@ -6,13 +6,14 @@ import asyncio
 import os
 import random
 import threading
-import time
 
 import pytest
 from conftest import loop_factory
 from ranks import RankError
+from table import wait_held
 
 import aioshm
+from aioshm._locks import CLAIM
 from aioshm._open import _share
 
 MIB = 1 << 20
@@ -159,10 +160,10 @@ def test_a_peer_that_gave_up_is_lost_and_says_who_never_came(ranks, name, path):
     assert not path.exists()
 
 
-def test_a_taken_rank_is_refused_and_its_owner_left_alone(ranks, name, run):
+def test_a_taken_rank_is_refused_and_its_owner_left_alone(ranks, name, path):
     owner, twin, last = ranks.start_many(3)
     owner.send("open", name=name, size=MIB, options=cohort(0, 2))
-    wait_for_claim(name, 0)
+    wait_held(path, CLAIM.at(0))
     with pytest.raises(RankError) as caught:
         twin.open(MIB, **cohort(0, 2))
     assert caught.value.answer["error"] == "RankInUseError"
@@ -170,25 +171,6 @@ def test_a_taken_rank_is_refused_and_its_owner_left_alone(ranks, name, run):
     assert caught.value.answer["facts"]["pid"] == owner.pid
     last.open(MIB, **cohort(1, 2))
     assert "error" not in owner.answer()
-
-
-def wait_for_claim(name, rank):
-    """Wait until another process has taken `rank`: seen through a description of our own."""
-    from aioshm import _locks
-
-    path = f"/dev/shm/aioshm-{os.geteuid()}-{name}"
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            description = _locks.Description(path, 0)
-        except FileNotFoundError:
-            continue
-        try:
-            if description.find_held(_locks.CLAIM.at(rank)) is not None and description.status().st_size:
-                return
-        finally:
-            description.close()
-    pytest.fail("the rank was never claimed")
 
 
 @pytest.mark.parametrize(
@@ -200,10 +182,10 @@ def wait_for_claim(name, rank):
     ],
     ids=["another world size", "no cohort", "another size"],
 )
-def test_a_rank_of_another_cohort_is_refused(ranks, name, options, field, expected, found):
+def test_a_rank_of_another_cohort_is_refused(ranks, name, path, options, field, expected, found):
     first, stranger, second = ranks.start_many(3)
     first.send("open", name=name, size=MIB, options=cohort(0, 2))
-    wait_for_claim(name, 0)
+    wait_held(path, CLAIM.at(0))
     size = options.pop("size", MIB)
     with pytest.raises(RankError) as caught:
         stranger.open(size, **options)
@@ -217,7 +199,7 @@ def test_a_rank_of_another_cohort_is_refused(ranks, name, options, field, expect
 def test_a_name_deleted_from_outside_is_said_so(ranks, name, path):
     first = ranks.start()
     first.send("open", name=name, size=MIB, options=cohort(0, 2))
-    wait_for_claim(name, 0)
+    wait_held(path, CLAIM.at(0))
     path.unlink()
     assert first.answer()["error"] == "RegionRemovedError"
 
