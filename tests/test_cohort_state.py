@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import itertools
 import os
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import aioshm
-from aioshm import _locks, _mapping
+from aioshm import _locks, _mapping, _roster
 
 WORLD = 3
 SIZE = 6 << 20
@@ -78,10 +79,19 @@ class Cohorts(RuleBasedStateMachine):
         self.path = Path(f"/dev/shm/aioshm-{os.geteuid()}-{self.name}")
         self.runner = asyncio.Runner(loop_factory=loop_factory())
         self.members: dict[int, Member] = {}
+        self.claimed: dict[int, set[int]] = defaultdict(set)
         self.tokens = itertools.count(1)
         self.patch = pytest.MonkeyPatch()
         for kind, kept in ((_locks.Description, "descriptions"), (_mapping.Mapping, "mappings")):
             self.patch.setattr(kind, "__init__", self._recording(kind.__init__, kept))
+
+        claim = _roster.Roster.claim
+
+        def claiming(roster):
+            claim(roster)
+            self.claimed[roster._description.status().st_ino].add(roster._request.local_rank)
+
+        self.patch.setattr(_roster.Roster, "claim", claiming)
 
     @staticmethod
     def _recording(real, kept):
@@ -124,6 +134,7 @@ class Cohorts(RuleBasedStateMachine):
     def living_regions_are_whole_and_separate(self) -> None:
         inside = [member for member in getattr(self, "members", {}).values() if member.region is not None]
         for member in inside:
+            assert len(self.claimed[member.inode]) == WORLD, "released before all ranks had come"
             for peer in inside:
                 token = bytes(member.region.buffer[peer.rank * 8 : peer.rank * 8 + 8])
                 if member.inode == peer.inode:
