@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ._errors import InsufficientMemoryError as InsufficientMemoryError
     from ._errors import InsufficientSpaceError as InsufficientSpaceError
     from ._errors import JoinTimeoutError as JoinTimeoutError
+    from ._errors import PeerLostError as PeerLostError
+    from ._errors import RankInUseError as RankInUseError
     from ._errors import RegionAccessError as RegionAccessError
     from ._errors import RegionClosedError as RegionClosedError
     from ._errors import RegionMismatchError as RegionMismatchError
@@ -34,7 +36,9 @@ __all__ = [
     "InsufficientSpaceError",
     "JoinTimeoutError",
     "OpenReport",
+    "PeerLostError",
     "Progress",
+    "RankInUseError",
     "Region",
     "RegionAccessError",
     "RegionClosedError",
@@ -50,7 +54,7 @@ __version__ = "0.1.0"
 _HOMES = {"open_region": "_open", "OpenReport": "_report", "Progress": "_progress", "Region": "_region"}
 
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent until a program sets up logging
 
 
 def __getattr__(name: str) -> Any:

@@ -3,8 +3,10 @@
     AioshmError (RuntimeError)
     ├── InsufficientSpaceError                     the file system has no room
     ├── InsufficientMemoryError (MemoryError)      a memory cgroup or the host has no room
-    ├── JoinTimeoutError (TimeoutError)            nobody came, or nobody finished what was begun
-    ├── RegionMismatchError (ValueError)           same name, another size
+    ├── JoinTimeoutError (TimeoutError)            ranks never came, or nobody finished what was begun
+    ├── PeerLostError                              a rank that had come went away before all were ready
+    ├── RankInUseError                             another living process has this local rank
+    ├── RegionMismatchError (ValueError)           same name, another size or local world size
     ├── RegionAccessError (PermissionError)        something at the path is not a region of ours
     ├── RegionRemovedError                         somebody deleted the name from outside
     ├── RegionClosedError                          you closed it
@@ -111,21 +113,88 @@ class InsufficientMemoryError(AioshmError, MemoryError):
 
 
 class JoinTimeoutError(AioshmError, TimeoutError):
-    """The region did not come about in time, and nobody was at work on it.
+    """The ranks of the cohort did not all come in time, or without a cohort: nobody was at work on the region.
 
     Attributes:
         name: The region's name.
         path: Its file.
         waited: Seconds waited.
+        missing: The local ranks that never came; empty without a cohort.
+        local_world_size: How many ranks there should be; None without a cohort.
     """
 
-    def __init__(self, *, name: str, path: str, waited: float) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        path: str,
+        waited: float,
+        missing: tuple[int, ...] = (),
+        local_world_size: int | None = None,
+    ) -> None:
         self.name = name
         self.path = path
         self.waited = waited
+        self.missing = missing
+        self.local_world_size = local_world_size
+        if missing:
+            text = (
+                f"{_ranks(missing).capitalize()} of {local_world_size} never came to region {name!r} ({path}) within "
+                f"{waited:.1f} s. Ranks are local: all of them must run on this host, see the same directory, and pass the same name. Did they "
+                "start, and is local_world_size the number of ranks per host, not of all hosts together?"
+            )
+        else:
+            text = (
+                f"Region {name!r} was not ready after {waited:.1f} s: {path} is held by a process that neither "
+                "finishes nor abandons it. See who has it open (e.g. fuser -v), end that process, and open it again."
+            )
+        super().__init__(text)
+
+
+class PeerLostError(AioshmError):
+    """Ranks that had come went away before the region was ready; it will never be.
+
+    Attributes:
+        name: The region's name.
+        lost: The local ranks that went, in order.
+        pids: Their process ids, in the same order, as they are in their own pid namespace; None where unknown.
+        missing: The local ranks that had not come by then.
+    """
+
+    def __init__(
+        self, *, name: str, lost: tuple[int, ...], pids: tuple[int | None, ...], missing: tuple[int, ...] = ()
+    ) -> None:
+        self.name = name
+        self.lost = lost
+        self.pids = pids
+        self.missing = missing
+        gone = ", ".join(
+            f"rank {rank}" + (f" (pid {pid})" if pid is not None else "") for rank, pid in zip(lost, pids, strict=True)
+        )
+        absent = f" {_ranks(missing).capitalize()} had never come." if missing else ""
         super().__init__(
-            f"Region {name!r} was not ready after {waited:.1f} s: {path} is held by a process that neither finishes "
-            "nor abandons it. See who has it open (e.g. fuser -v), end that process, and open the region again."
+            f"Region {name!r} cannot become ready: {gone} went away while it was being made.{absent} See that rank's "
+            "own error or log (exit by signal 9 is often the OOM killer: dmesg), then start all ranks again."
+        )
+
+
+class RankInUseError(AioshmError):
+    """Another living process holds this local rank of the region.
+
+    Attributes:
+        name: The region's name.
+        local_rank: The rank.
+        pid: The process that holds it, as it is in its own pid namespace; None where unknown.
+    """
+
+    def __init__(self, *, name: str, local_rank: int, pid: int | None = None) -> None:
+        self.name = name
+        self.local_rank = local_rank
+        self.pid = pid
+        holder = f"pid {pid}" if pid is not None else "another process"
+        super().__init__(
+            f"Local rank {local_rank} of region {name!r} is taken by {holder}. Every process needs a local rank of its "
+            "own (LOCAL_RANK under torchrun, not a device number); two engines need two names."
         )
 
 
@@ -238,6 +307,10 @@ class UnsupportedPlatformError(AioshmError):
     def __init__(self, *, reason: str) -> None:
         self.reason = reason
         super().__init__(f"aioshm does not work here: {reason}. It needs 64-bit Linux.")
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"local rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _tail(hint: str | None) -> str:

@@ -25,11 +25,20 @@ class Guard:
 
     def __init__(self, request: Request, levels: tuple[MemoryLevel, ...] | None = None) -> None:
         self._request = request
+        # The other ranks populate at the same time, and what they have in flight is in no figure: taken for as much as ours.
+        self._ranks = request.local_world_size or 1
         self._levels = _cgroup.own_memory_levels() if levels is None else levels
         self._settled = threading.Condition()
         self._in_flight = 0
         self._host_due = 0.0
         self._host_swap = 0
+
+    def fit(self, length: int, smallest: int) -> int:
+        """Return how many bytes to go for next: `length`, or less where memory is getting short."""
+        with self._settled:
+            while length > smallest and self._find_short(length) is not None:
+                length //= 2
+        return max(length, smallest)
 
     @contextlib.contextmanager
     def admitted(self, length: int) -> Iterator[None]:
@@ -65,7 +74,7 @@ class Guard:
             raise memory_error(self._request, finding)
 
     def _find_short(self, length: int) -> Finding | None:
-        required = memory_required(length + self._in_flight)
+        required = memory_required((length + self._in_flight) * self._ranks)
         close = [level for level in self._levels if not self._has_headroom(level, required)]
         host = self._read_host()
         finding = judge_memory(required, _cgroup.read_figures(tuple(close), self._host_swap) + host)

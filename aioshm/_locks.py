@@ -11,11 +11,12 @@ process, so ranks run as tasks of one process would not see each other, and clos
     WORLD + n          shared      everyone inside (n = 0: no cohort)   its local world size is n
     CLAIM + rank       exclusive   that rank                            the rank is taken, and alive
     READY + rank       exclusive   that rank                            its share is populated
-    RELEASE            exclusive   whoever releases the cohort          exactly one does
+    RELEASE            exclusive   whoever releases or breaks up a cohort  exactly one does, and may remove the name
     PID + rank<<22|pid exclusive   that rank                            lets an error name the peer's pid
 
-One bit of the file's mode is the one thing that outlives its writer: READY_BIT, owner-execute. Without a cohort it says
-that the creator populated and initialized the region; without it a shared gate proves nothing but that somebody came in.
+Two bits of the file's mode are all that outlives its writer. READY_BIT, owner-execute: without a cohort the creator populated
+and initialized the region, and a shared gate without it proves nothing but that somebody came in; with a cohort all ranks were
+ready and were released. BROKEN_BIT, sticky: a rank left its cohort before that. With a cohort the name goes right after either.
 """
 
 from __future__ import annotations
@@ -47,16 +48,18 @@ class Range:
 
 _BASE = 1 << 62
 MAX_RANKS = 1 << 10
+PID_BITS = 22  # the largest pid_max there is: include/linux/threads.h, PID_MAX_LIMIT
 _MAX_WORLD = 1 << 20
 
 GATE = Range(_BASE)
 RELEASE = Range(_BASE + 1)
 CLAIM = Range(_BASE + (1 << 32), MAX_RANKS)
 READY = Range(_BASE + (2 << 32), MAX_RANKS)
-PID = Range(_BASE + (3 << 32), MAX_RANKS << 22)
+PID = Range(_BASE + (3 << 32), MAX_RANKS << PID_BITS)
 WORLD = Range(_BASE + (1 << 50), _MAX_WORLD)
 
 READY_BIT = stat.S_IXUSR
+BROKEN_BIT = stat.S_ISVTX
 
 # struct flock where off_t is 64 bits: type, whence, start, length, pid (which must be 0 for OFD locks).
 _FLOCK = struct.Struct("hhqqi4x")
@@ -116,6 +119,10 @@ class Description:
         """Return the file's status, whatever became of its name."""
         return os.fstat(self.fd)
 
+    def mark(self, bit: int) -> None:
+        """Set one of the bits that outlive us."""
+        os.fchmod(self.fd, stat.S_IRUSR | stat.S_IWUSR | bit)
+
     def is_at(self, path: str) -> bool:
         """Whether `path` still names this file: to be asked before it is unlinked."""
         try:
@@ -149,9 +156,9 @@ class Description:
         self._try_lock(fcntl.F_UNLCK, what)
 
     def find_held(self, what: Range) -> int | None:
-        """Return the index within `what` of a byte that somebody else holds in any way, the first that the kernel finds.
+        """Return the index within `what` of a byte that somebody else holds in any way.
 
-        None where nobody holds any. The order is that of the holders, not of the bytes.
+        None where nobody holds any. Of several, which one is the kernel's choice: it looks by holder, not by place.
         """
         question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, what.start, what.length, 0)
         kind, _, start, _, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, question))

@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from . import _libc, _preflight
 from ._errors import UnsuitableDirectoryError, UnsupportedPlatformError
 from ._guard import Guard
 from ._host import FileSystem, read_file_system
 from ._mapping import Mapping, round_up
-from ._populate import Populate, run_populate
+from ._populate import Populate, map_while_cheap, run_populate
 from ._region import Region
 from ._rendezvous import Seat, enter
 from ._report import OpenReport
 from ._request import HugePages, MemoryPolicy, Request, check_request
+from ._roster import BrokenUpError, Roster
 from ._tenancy import Tenancy
 from ._threads import run_through
 from ._units import mib
@@ -27,14 +28,17 @@ from ._units import mib
 if TYPE_CHECKING:
     from ._progress import Progress
 
+T = TypeVar("T")
+
 _log = logging.getLogger("aioshm")
-_log.addHandler(logging.NullHandler())  # a program that sets up no logging reads nothing on stderr
 
 
 def open_region(
     name: str,
     size: int,
     *,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
     directory: str | os.PathLike[str] = "/dev/shm",  # noqa: S108 - shared memory is what this is about
     allocation_name: str = "shared-memory region",
     hint: str | None = None,
@@ -43,30 +47,39 @@ def open_region(
     huge_pages: HugePages = "try",
     threads: int | None = None,
     memory_policy: MemoryPolicy = "guard",
+    initialize: Callable[[Region], Awaitable[None]] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> AbstractAsyncContextManager[Region]:
     """Open the region of shared host memory called `name`: make it, or join it where it lives.
 
     The first process to come makes it, and every other one of this user that asks for the same name joins it; the last
-    to leave removes it. Entering returns only when the memory is really there, in this process too, or raises.
-    The event loop runs on all the while.
+    to leave removes it. With `local_rank` and `local_world_size` the processes are the ranks of a cohort: they
+    populate together, and when all of them are ready the name is removed, so that nothing can be left behind
+    whatever happens to them later. Entering returns only when the memory is really there, or raises. The event loop
+    runs on all the while.
 
     Args:
         name: 1 to 200 of the characters `A-Z a-z 0-9 . _ -`, without `..`. The file is
             `{directory}/aioshm-{euid}-{name}`.
         size: Bytes; every process must pass the same.
+        local_rank: This process's rank among those of this host, from 0; with `local_world_size`, or neither.
+        local_world_size: How many ranks there are on this host (not on all hosts together), at most 1024.
         directory: A tmpfs or hugetlbfs mount that all processes see.
         allocation_name: What the memory is for; stands in every error and log line.
         hint: Appended to errors of capacity: what your users can do, in your own options' names.
-        timeout: Seconds to wait while nobody is at work on the region (None: for ever). It never bounds the work of
-            a living process: a joiner waits for as long as the creator lives and populates.
-        populate: Whether to make all of it resident and mapped. With False pages come at first touch, and where
+        timeout: Seconds for all ranks to show up, or without a cohort, to wait while nobody is at work on the region
+            (None: for ever). It never bounds the work of a living process: one that populates is waited for as long
+            as it lives.
+        populate: Whether to make it resident and mapped: all of it, in a cohort at least this rank's share, a
+            contiguous part. With False pages come at first touch, and where
             there is no room then, SIGBUS or the OOM killer answers instead of an error.
-        huge_pages: `"try"` takes what the kernel gives, `"require"` raises where it gives small pages, `"off"`
-            does not ask. A hugetlbfs directory has its own page size in any case.
+        huge_pages: `"try"` takes what the kernel gives, `"require"` raises where the maker gets small pages (but for an
+            end of less than 2 MiB), `"off"` does not ask. A hugetlbfs directory has its own page size in any case.
         threads: Threads that populate in this process; None: what the affinity mask and the CPU quota allow.
         memory_policy: What to do where the memory cgroups or the host have no room: `"guard"` raises before
             the OOM killer comes, and looks again before each chunk; `"warn"` only logs; `"ignore"` does not look.
+        initialize: Awaited with the region by its creator only, when all of it is populated and before anybody else
+            gets it. What it raises comes out of the creator's call; other ranks get PeerLostError.
         on_progress: Called on the loop a few times a second while populating.
 
     Returns:
@@ -77,8 +90,11 @@ def open_region(
         ValueError: At the call: an argument has a value that makes no sense. Nothing was touched.
         InsufficientSpaceError: On entering, like all below: the file system has no room.
         InsufficientMemoryError: A memory cgroup or the host has no room.
-        JoinTimeoutError: The region was neither finished nor given up in time, and nobody was at work on it.
-        RegionMismatchError: It lives, with another size. It is left as it is.
+        JoinTimeoutError: Ranks never came, or without a cohort: the region was neither finished nor given up in time,
+            and nobody was at work on it.
+        PeerLostError: A rank that had come went away before all were ready.
+        RankInUseError: Another living process has this rank. Its region is left as it is.
+        RegionMismatchError: It lives, with another size or local world size. It is left as it is.
         RegionAccessError: Something at the path is not a region of this user. It is left as it is.
         RegionRemovedError: The name was deleted from outside meanwhile.
         HugePagesUnavailableError: Huge pages were required, and the kernel gave none.
@@ -101,6 +117,8 @@ def open_region(
         check_request(
             name=name,
             size=size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
             directory=directory,
             allocation_name=allocation_name,
             hint=hint,
@@ -109,6 +127,7 @@ def open_region(
             huge_pages=huge_pages,
             threads=threads,
             memory_policy=memory_policy,
+            initialize=initialize,
             on_progress=on_progress,
         )
     )
@@ -138,34 +157,46 @@ class _Opening(AbstractAsyncContextManager[Region]):
 
 
 async def _open(request: Request) -> Region:
-    started = time.monotonic()
+    clock = _Clock()
+    while True:
+        try:
+            return await _open_once(request, clock)
+        except BrokenUpError:  # all is given back; the time-out goes on from where it began
+            continue
+
+
+async def _open_once(request: Request, clock: _Clock) -> Region:
     file_system = _check_directory(request.directory)
     # tmpfs keeps the exact size; hugetlbfs refuses to be sized to anything but whole pages.
     file_size = round_up(request.size, file_system.page if file_system.kind == "hugetlbfs" else 1)
     seat = await enter(request, file_size)
     tenancy = Tenancy(seat)
     try:
-        entered = time.monotonic()
+        roster = _claim(request, tenancy, clock.started)
+        clock.lap("wait")
         if seat.forming:
             await run_through(lambda _: _make_room(request, seat, file_size), name="preflight")
-        sized = time.monotonic()
+            if roster is not None:
+                seat.let_in()
+        clock.lap("preflight")
         tenancy.mapping = mapping = Mapping(seat.description.fd, size=request.size, page=file_system.page)
         region = Region(request, tenancy, mapping)
-        work = Populate(
-            request,
-            mapping,
-            seat.description.fd,
-            span=range(mapping.length if request.populate else 0),
-            collapse=seat.forming and request.huge_pages != "off",
-            guard=Guard(request) if seat.forming and request.memory_policy == "guard" else None,
-        )
-        threads = await run_populate(work, request)
-        if seat.forming:
+        work = _plan(request, seat, mapping)
+        threads = await _watched(roster, lambda: run_populate(work, request))
+        clock.lap("populate")
+        if request.initialize is not None and seat.role == "creator":
+            await _initialize(request.initialize, region, roster)
+        clock.lap("initialize")
+        if roster is not None:
+            await roster.release()
+            if request.populate:
+                await run_through(lambda stop: map_while_cheap(mapping, stop), name="map")
+        elif seat.forming:
             seat.finish()
+        clock.lap("release")
     except BaseException:
         await tenancy.give_back()
         raise
-    done = time.monotonic()
     region.report = OpenReport(
         role=seat.role,
         recycled=seat.recycled,
@@ -174,14 +205,76 @@ async def _open(request: Request) -> Region:
         populated=work.done,
         huge=work.huge if work.knows_huge else None,
         threads=threads,
-        wait_seconds=entered - started,
-        preflight_seconds=sized - entered,
-        populate_seconds=done - sized,
-        total_seconds=done - started,
+        wait_seconds=clock.laps["wait"],
+        preflight_seconds=clock.laps["preflight"],
+        populate_seconds=clock.laps["populate"],
+        initialize_seconds=clock.laps["initialize"],
+        release_seconds=clock.laps["release"],
+        total_seconds=sum(clock.laps.values()),
         small_page_reason=work.small_page_reason,
     )
     _tell(region.report, request)
     return region
+
+
+class _Clock:
+    """Seconds per phase, one after the other."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.laps: dict[str, float] = {}
+        self._last = self.started
+
+    def lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+def _claim(request: Request, tenancy: Tenancy, started: float) -> Roster | None:
+    if not request.is_cohort:
+        return None
+    roster = Roster(tenancy.seat.description, request, started)
+    roster.claim()
+    tenancy.roster = roster  # only now: who got no rank must not break up the others' cohort
+    return roster
+
+
+def _plan(request: Request, seat: Seat, mapping: Mapping) -> Populate:
+    """Return the populating that is this process's: all of it, its share in a cohort, or nothing.
+
+    A joiner without a cohort finds the pages there, and they are charged to whoever made them: nothing to guard.
+    """
+    makes = seat.role == "creator" or request.is_cohort
+    return Populate(
+        request,
+        mapping,
+        seat.description.fd,
+        span=_share(request, mapping) if request.populate else range(0),
+        collapse=makes and request.huge_pages != "off",
+        guard=Guard(request) if makes and request.memory_policy == "guard" else None,
+    )
+
+
+def _share(request: Request, mapping: Mapping) -> range:
+    """Return the bytes that this rank populates: contiguous, so that its node touches them first, on huge-page borders."""
+    if not request.is_cohort:
+        return range(mapping.length)
+    rank, world, border = request.local_rank, request.local_world_size, max(_libc.HUGE_PAGE, mapping.page)
+    pieces = -(-mapping.length // border)
+    start, stop = (pieces * index // world * border for index in (rank, rank + 1))
+    return range(start, min(stop, mapping.length))
+
+
+async def _watched(roster: Roster | None, work: Callable[[], Awaitable[T]]) -> T:
+    return await work() if roster is None else await roster.watched(work)
+
+
+async def _initialize(initialize: Callable[[Region], Awaitable[None]], region: Region, roster: Roster | None) -> None:
+    """Run the caller's initialize when all memory is there, and before anybody else is let on."""
+    if roster is not None:
+        await roster.wait_others_ready()
+    await _watched(roster, lambda: initialize(region))
 
 
 def _check_directory(directory: str) -> FileSystem:

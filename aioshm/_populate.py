@@ -36,8 +36,14 @@ _FIRST_CHUNK = 2 * HUGE_PAGE
 # After so many chunks in a row without a huge page there are none to be had, and asking costs a compaction each time.
 _PATIENCE = 8
 
+# How often a call is repeated that was interrupted, or whose reason was gone when it was looked for.
+_TRIES = 100
+
 # Zeroing pages is bound by memory bandwidth, which a socket's first few cores use up.
 _MOST_THREADS = 16
+
+# Bytes per second that only huge pages can be mapped at; small ones come at a third of it.
+_CHEAP_RATE = 32 << 30
 
 _log = logging.getLogger("aioshm")
 
@@ -104,7 +110,7 @@ class Populate:
         """
         size = _FIRST_CHUNK
         while not stop:
-            chunk = self._take(size)
+            chunk = self._take(size if self._guard is None else self._guard.fit(size, _SMALLEST_CHUNK))
             if not chunk:
                 return
             started = time.perf_counter()
@@ -127,7 +133,7 @@ class Populate:
 
     def _take(self, size: int) -> range:
         """Return the next chunk, as offsets into the span; none where it was abandoned. `_settle` ends what this began."""
-        size = max(size, self._page)
+        size = round_up(size, max(self._page, HUGE_PAGE))
         with self._lock:
             if self._abandoned:
                 return range(0)
@@ -219,22 +225,29 @@ class Populate:
         _libc.try_madvise(self._address + start, length, _libc.MADV_DONTDUMP)  # it is a new mapping
 
     def _try_populate_write(self, start: int, length: int) -> int:
-        while True:
+        """Populate and return 0 or an errno; what may pass is tried again, though not for ever."""
+        code = 0
+        for _ in range(_TRIES):
             code = _libc.try_madvise(self._address + start, length, _libc.MADV_POPULATE_WRITE)
-            if code not in (errno.EINTR, errno.EAGAIN):
-                return code
+            if code == errno.EFAULT:
+                self._check_space()  # full: raises. Else others have made room meanwhile
+            elif code not in (errno.EINTR, errno.EAGAIN):
+                break
+        return code
 
     def _translated(self, code: int, call: str) -> Exception:
-        """Return what an errno of the kernel means here. EFAULT on tmpfs: the page could not be had, it is full."""
-        raw = OSError(code, f"{call}: {os.strerror(code)}")
-        if code not in (errno.EFAULT, errno.ENOSPC):
-            return raw
-        file_system = read_file_system(self._request.directory)
-        try:
-            check_space(self._request, max(self._page, self.total - self.done), file_system)
-        except InsufficientSpaceError as error:
-            return error
-        return raw
+        """Return what an errno of the kernel means here; the unknown stays as it is."""
+        if code == errno.ENOSPC:
+            try:
+                self._check_space()
+            except InsufficientSpaceError as error:
+                return error
+        return OSError(code, f"{call}: {os.strerror(code)}")
+
+    def _check_space(self) -> None:
+        """Raise InsufficientSpaceError where that is what an errno meant: EFAULT on tmpfs is a page that it had no room for."""
+        left = max(self._page, self.total - self.done)
+        check_space(self._request, left, read_file_system(self._request.directory))
 
 
 async def run_populate(work: Populate, request: Request) -> int:
@@ -254,9 +267,24 @@ async def run_populate(work: Populate, request: Request) -> int:
     return threads
 
 
+def map_while_cheap(mapping: Mapping, stop: StopFlag) -> None:
+    """Map what the other ranks populated, for as long as that goes fast: with huge pages it takes 0.5 ms per GiB.
+
+    With small pages it would take a hundred times as long, for memory that this rank may never look at.
+    """
+    start, size = 0, HUGE_PAGE  # the first piece is the sample
+    while start < mapping.length and not stop:
+        size = min(size, mapping.length - start)
+        began = time.perf_counter()
+        code = _libc.try_madvise(mapping.address + start, size, _libc.MADV_POPULATE_WRITE)
+        if code or time.perf_counter() - began > size / _CHEAP_RATE:
+            return
+        start, size = start + size, _LARGEST_CHUNK
+
+
 def _thread_count(request: Request, total: int) -> int:
-    """Return how many threads pay: not more than may run at once, nor than there is work for."""
-    most = request.threads or min(usable_cpus(_cgroup.cpu_quota()), _MOST_THREADS)
+    """Return how many threads pay: not more than may run at once, ranks together, nor than there is work for."""
+    most = request.threads or min(usable_cpus(_cgroup.cpu_quota()) // (request.local_world_size or 1), _MOST_THREADS)
     return max(1, min(most, -(-total // _LARGEST_CHUNK)))
 
 

@@ -67,6 +67,16 @@ class Region:
         return self._tenancy.seat.role == "creator"
 
     @property
+    def local_rank(self) -> int | None:
+        """This process's rank among those of the host; None without a cohort."""
+        return self._request.local_rank if self._request.is_cohort else None
+
+    @property
+    def local_world_size(self) -> int | None:
+        """How many ranks the cohort has on this host; None without a cohort."""
+        return self._request.local_world_size if self._request.is_cohort else None
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed, or, in a forked child, never was open here."""
         return self._closed or not self._tenancy.held

@@ -26,11 +26,10 @@ from ._errors import (
     UnsuitableDirectoryError,
     UnsupportedPlatformError,
 )
-from ._locks import GATE, READY_BIT, WORLD, Description, Range
+from ._locks import BROKEN_BIT, GATE, READY_BIT, WORLD, Description, Range
 from ._request import Request
 from ._threads import run_regardless
 
-_NO_COHORT = 0
 _log = logging.getLogger("aioshm")
 
 
@@ -51,7 +50,7 @@ class Seat:
     Attributes:
         description: The open file.
         path: Its name.
-        role: `"creator"` holds the GATE exclusively on an empty file until `finish`; `"joiner"` shared.
+        role: `"creator"` holds the GATE exclusively on an empty file until `finish` or `let_in`; `"joiner"` shared.
         recycled: Whether a leftover was removed on the way in.
         waited: Seconds it took to get in.
     """
@@ -72,17 +71,21 @@ class Seat:
         self.waited = waited
         self.forming = role == "creator"
 
+    def let_in(self) -> None:
+        """Let the other ranks of the cohort in, to a file that has its size: make the gate shared, which leaves no gap."""
+        self.description.try_shared(GATE)
+        self.forming = False
+
     def finish(self) -> None:
-        """Let the others in: set the ready bit, then make the gate shared, which leaves no gap.
+        """Without a cohort: set the ready bit, then let the others in.
 
         Raises:
             RegionRemovedError: The name was deleted from outside meanwhile, so nobody could ever come.
         """
         if not self.description.is_at(self.path):
             raise RegionRemovedError(path=self.path)
-        os.fchmod(self.description.fd, stat.S_IRUSR | stat.S_IWUSR | READY_BIT)
-        self.description.try_shared(GATE)
-        self.forming = False
+        self.description.mark(READY_BIT)
+        self.let_in()
 
     def leave(self) -> bool:
         """Go out, remove the name if we are the last, and say whether we did. The description stays open.
@@ -284,7 +287,7 @@ def _look(description: Description, request: Request, file_size: int) -> _Look:
         if status.st_nlink == 0:
             return _Look.DELETED
         if status.st_size == 0:
-            _hold_world(description, request, _NO_COHORT)
+            _hold_world(description, request)
             return _Look.CREATOR
         return _Look.LEFTOVER if description.unlink(request.path) else _Look.DELETED
     if not description.try_shared(GATE):
@@ -294,8 +297,11 @@ def _look(description: Description, request: Request, file_size: int) -> _Look:
         status = description.status()
         if status.st_nlink == 0:
             return _Look.DELETED
-        _hold_world(description, request, _NO_COHORT)
-        if not status.st_mode & READY_BIT:  # the creator died between our two tries
+        _hold_world(description, request)
+        # Without a cohort only a finished region may be joined. With one it must be sized and not yet released. Otherwise
+        # its creator died between our two tries, or its name is about to go.
+        marks = status.st_mode & (READY_BIT | BROKEN_BIT)
+        if marks != (0 if request.is_cohort else READY_BIT) or status.st_size == 0:
             description.unlock(WORLD)
             description.unlock(GATE)
             return _Look.UNSETTLED
@@ -307,8 +313,9 @@ def _look(description: Description, request: Request, file_size: int) -> _Look:
     return _Look.JOINER
 
 
-def _hold_world(description: Description, request: Request, world: int) -> None:
+def _hold_world(description: Description, request: Request) -> None:
     """Hold our local world size, and see that nobody inside holds another."""
+    world = request.local_world_size
     below, above = Range(WORLD.start, world), Range(WORLD.start + world + 1, WORLD.length - world - 1)
     for first, others in ((0, below), (world + 1, above)):
         found = description.find_held(others) if others.length else None

@@ -6,12 +6,15 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ._locks import MAX_RANKS
+
 if TYPE_CHECKING:
     from ._progress import Progress
+    from ._region import Region
 
 HugePages = Literal["try", "require", "off"]
 MemoryPolicy = Literal["guard", "warn", "ignore"]
@@ -23,10 +26,15 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one call of `open_region` asks for; made only with arguments that make sense."""
+    """What one call of `open_region` asks for; made only with arguments that make sense.
+
+    Without a cohort `local_rank` and `local_world_size` are both 0.
+    """
 
     name: str
     size: int
+    local_rank: int
+    local_world_size: int
     directory: str
     allocation_name: str
     hint: str | None
@@ -35,7 +43,13 @@ class Request:
     huge_pages: HugePages
     threads: int | None
     memory_policy: MemoryPolicy
+    initialize: Callable[[Region], Awaitable[None]] | None
     on_progress: Callable[[Progress], None] | None
+
+    @property
+    def is_cohort(self) -> bool:
+        """Whether a fixed number of ranks was announced; otherwise both figures are 0, and anyone may come."""
+        return self.local_world_size > 0
 
     @property
     def path(self) -> str:
@@ -47,6 +61,8 @@ def check_request(
     *,
     name: object,
     size: object,
+    local_rank: object,
+    local_world_size: object,
     directory: object,
     allocation_name: object,
     hint: object,
@@ -55,6 +71,7 @@ def check_request(
     huge_pages: object,
     threads: object,
     memory_policy: object,
+    initialize: object,
     on_progress: object,
 ) -> Request:
     """Return the arguments as a Request.
@@ -63,9 +80,12 @@ def check_request(
         TypeError: One has the wrong type.
         ValueError: One has a value that makes no sense. Nothing was touched either way.
     """
+    rank, world = check_ranks(local_rank, local_world_size)
     return Request(
         name=check_name(name),
         size=check_size(size),
+        local_rank=rank,
+        local_world_size=world,
         directory=check_directory(directory),
         allocation_name=_text("allocation_name", allocation_name),
         hint=None if hint is None else _text("hint", hint),
@@ -74,6 +94,7 @@ def check_request(
         huge_pages=_word("huge_pages", huge_pages, HugePages),
         threads=None if threads is None else _count("threads", threads),
         memory_policy=_word("memory_policy", memory_policy, MemoryPolicy),
+        initialize=_callable("initialize", initialize),
         on_progress=_callable("on_progress", on_progress),
     )
 
@@ -92,6 +113,21 @@ def check_size(size: object) -> int:
     if bytes_ > _MAX_SIZE:
         raise ValueError(f"size must be in bytes, and no address space holds {_figure(bytes_)}")
     return bytes_
+
+
+def check_ranks(local_rank: object, local_world_size: object) -> tuple[int, int]:
+    """Return local rank and local world size; both 0 where neither was given."""
+    if local_rank is None and local_world_size is None:
+        return 0, 0
+    if local_rank is None or local_world_size is None:
+        raise ValueError("local_rank and local_world_size belong together: give both or neither")
+    world = _count("local_world_size", local_world_size)
+    if world > MAX_RANKS:
+        raise ValueError(f"local_world_size must be at most {MAX_RANKS}, not {world}")
+    rank = _index("local_rank", local_rank)
+    if not 0 <= rank < world:
+        raise ValueError(f"local_rank must be 0 to {world - 1} where local_world_size is {world}, not {rank}")
+    return rank, world
 
 
 def check_directory(directory: object) -> str:
@@ -130,13 +166,18 @@ def _flag(field: str, value: object) -> bool:
     return value
 
 
-def _count(field: str, value: object) -> int:
+def _index(field: str, value: object) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # what is no integer raises TypeError: that is the check
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"{field} must be an int, not {_kind(value)}")
+    return number
+
+
+def _count(field: str, value: object) -> int:
+    number = _index(field, value)
     if number <= 0:
         raise ValueError(f"{field} must be greater than 0, not {_figure(number)}")
     return number

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ._mapping import Mapping, unmap
 from ._populate import Populate
 from ._rendezvous import Seat
+from ._roster import Roster
 from ._threads import run_regardless
 
 
@@ -18,12 +19,14 @@ class Tenancy:
     Attributes:
         seat: Our place inside.
         mapping: Where its file is mapped; None until then.
+        roster: Our cohort, once our rank in it is claimed; None without one.
         removed: Whether we were the last and removed the name.
     """
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
         self.mapping: Mapping | None = None
+        self.roster: Roster | None = None
         self.removed = False
         self._running: set[Populate] = set()
 
@@ -55,7 +58,7 @@ class Tenancy:
             return
         try:
             if not self.seat.forming:
-                self.removed = self.seat.leave()
+                self._leave()
         finally:
             await run_regardless(self._release, name="release")
 
@@ -64,9 +67,14 @@ class Tenancy:
         if self.held:
             try:
                 if not self.seat.forming:
-                    self.removed = self.seat.leave()
+                    self._leave()
             finally:
                 self._release()
+
+    def _leave(self) -> None:
+        if self.roster is not None:
+            self.roster.break_up()
+        self.removed = self.seat.leave()
 
     def _release(self) -> None:
         for populate in list(self._running):
@@ -79,7 +87,7 @@ class Tenancy:
         finally:
             try:
                 if self.seat.forming:
-                    self.removed = self.seat.leave()
+                    self._leave()
             finally:
                 self.seat.description.close()
 

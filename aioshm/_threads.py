@@ -8,10 +8,11 @@ and the default executor is joined at interpreter exit without a way to stop wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import anyio
 
@@ -58,6 +59,7 @@ async def run_all_through(works: list[Callable[[StopFlag], T]], *, name: str) ->
         Felt at once, by asyncio's own cancel and by anyio's scopes alike: the flag is set. It goes on
         only when the threads are done, and it is never lost: a result that came meanwhile is dropped.
     """
+    handled = sys.exception()  # where this is part of giving back
     crew = _Crew(works, name)
     try:
         crew.start()
@@ -65,7 +67,7 @@ async def run_all_through(works: list[Callable[[StopFlag], T]], *, name: str) ->
         await crew.done.wait()
     except asyncio.CancelledError as cancelled:
         crew.stop.set()
-        raise await _outlast(crew.done, cancelled) from None
+        await _outlast(crew.done, cancelled, handled)
     except BaseException:
         # Not all could be started; or GeneratorExit: the loop is gone, nobody can be awaited any more.
         crew.stop.set()
@@ -110,25 +112,42 @@ async def wait_through(event: asyncio.Event) -> None:
     Cancellation:
         Felt when it has come.
     """
+    handled = sys.exception()
     try:
         await event.wait()
     except asyncio.CancelledError as cancelled:
-        raise await _outlast(event, cancelled) from None
+        await _outlast(event, cancelled, handled)
 
 
-async def _outlast(done: asyncio.Event, cancelled: asyncio.CancelledError) -> asyncio.CancelledError:
-    """Wait until it is done, and return the cancellation that should go on.
+async def _outlast(done: asyncio.Event, cancelled: asyncio.CancelledError, handled: BaseException | None) -> NoReturn:
+    """Wait until it is done, and raise the cancellation that should go on.
 
-    The shield keeps anyio from delivering its cancellation again and again. It does not stop
-    `task.cancel()`; a second one is remembered, since the first may belong to a scope that swallows it.
+    The shield keeps anyio from delivering its cancellation again and again; it does not stop `task.cancel()`.
+    Of several cancellations, the one being handled when the wait began among them, the task's own goes on:
+    a scope says its own again for as long as it is cancelled, and swallows what it takes for its own.
     """
+    seen = [cancelled]
+    if isinstance(handled, asyncio.CancelledError):
+        seen.insert(0, handled)
     with anyio.CancelScope(shield=True):
         while not done.is_set():
             try:
                 await done.wait()
             except asyncio.CancelledError as again:
-                cancelled = again
-    return cancelled
+                seen.append(again)
+    cancelled = next((one for one in seen if not _is_of_a_scope(one)), seen[0])
+    try:
+        raise cancelled
+    finally:
+        # anyio before 4.16 takes for a scope's own what has a scope's cancellation in its context.
+        if isinstance(cancelled.__context__, asyncio.CancelledError):
+            cancelled.__context__ = None
+        del cancelled, seen, handled  # or they keep this frame, and it keeps them
+
+
+def _is_of_a_scope(cancelled: asyncio.CancelledError) -> bool:
+    """Whether anyio raised it; its message is the only mark (anyio/_backends/_asyncio.py: is_anyio_cancellation)."""
+    return bool(cancelled.args) and "cancel scope" in str(cancelled.args[0])
 
 
 class _Crew(Generic[T]):
@@ -178,7 +197,5 @@ class _Crew(Generic[T]):
             self._running -= 1
             last = self._running == 0
         if last:
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop was closed under us: nobody waits any more
                 self._loop.call_soon_threadsafe(self.done.set)
-            except RuntimeError:
-                pass  # the loop was closed under us: nobody waits any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+
 def mib(size: int) -> str:
     """Return `size` bytes in MiB, rounded to the nearest tenth."""
     return f"{size / (1 << 20):.1f}"

@@ -167,5 +167,3 @@ def _nothing_left() -> Iterator[None]:
     for left in _names() - before[0]:
         (SHM / left).unlink(missing_ok=True)
     assert not leaks, "left behind:\n" + "\n".join(leaks)
-
-

@@ -95,7 +95,9 @@ async def main() -> None:
             try:
                 answer = await getattr(commands, command.pop("do"))(**command)
             except Exception as error:
-                facts = {key: value for key, value in vars(error).items() if isinstance(value, (str, int, float, type(None)))}
+                facts = {
+                    key: value for key, value in vars(error).items() if isinstance(value, (str, int, float, type(None)))
+                }
                 answer = {"error": type(error).__name__, "message": str(error), "facts": facts}
             print(json.dumps(answer), flush=True)
 

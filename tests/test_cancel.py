@@ -1,4 +1,4 @@
-"""An open or a close that is cancelled at any of its waits, in any way, leaves nothing, and the cancellation goes on."""
+"""An open or a close that is cancelled at any of its waits, in any way, leaves nothing, and is cancelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZE = 4 * MIB
 class Scene:
     """What is opened, and what stood there before. `act` is what will be cancelled; `around` is not."""
 
-    refuses: type[BaseException] | tuple[type[BaseException], ...] = ()  # what `act` ends in if left alone
+    refuses: tuple[type[BaseException], ...] = ()  # what `act` ends in if left alone
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class DoesNotFit(Scene):
 
 
 class Mismatches(Joins):
-    refuses = aioshm.RegionMismatchError
+    refuses = (aioshm.RegionMismatchError,)
 
     async def act(self) -> None:
         async with self.open(SIZE + 1):
@@ -84,7 +84,7 @@ class Mismatches(Joins):
 
 
 class BreaksInPopulate(Scene):
-    refuses = OSError
+    refuses = (OSError,)
 
     @asynccontextmanager
     async def around(self) -> AsyncIterator[None]:
@@ -135,7 +135,7 @@ def test_cancelled_at_every_wait(run, name, path, scene: Callable[..., Scene], w
                 async def step(strike: Strike, point: int = point, before: dict[str, int] = before) -> None:
                     try:
                         await Stepper(setting.act(), at=point, strike=strike)
-                    except setting.refuses or ():
+                    except setting.refuses:
                         pass  # the error came before a cancellation that was on its way
                     finally:
                         left = held(path)
@@ -160,7 +160,7 @@ def test_interrupted_at_every_wait(name, path, scene: Callable[..., Scene], time
 
     async def interrupted(point: int) -> None:
         async with setting.around():
-            with contextlib.suppress(*([setting.refuses] if setting.refuses else [])):
+            with contextlib.suppress(*setting.refuses):
                 await Stepper(setting.act(), at=point, strike=interrupt)
             await for_ever()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cancelling import NOTHING, Stepper, Strike, Way, every_way, for_ever, held
+from cancelling import NOTHING, Stepper, Strike, Way, every_way, for_ever, held, until
 
 import aioshm
 from aioshm import _libc
@@ -41,7 +41,7 @@ class HeldUp:
         self._madvise = _libc.try_madvise
         self._populate = Populate._populate
         patch.setattr(_libc, "try_madvise", self._slow_madvise)
-        patch.setattr(Populate, "_populate", lambda *arguments: self._count(*arguments))
+        patch.setattr(Populate, "_populate", lambda work, chunk: self._count(work, chunk))  # noqa: PLW0108 - a method
 
     def _slow_madvise(self, address: int, length: int, advice: int) -> int:
         if advice == _libc.MADV_POPULATE_WRITE:
@@ -62,8 +62,7 @@ class HeldUp:
 
     async def wait_reached(self, stepper: Stepper) -> bool:
         """False where a deadline of the way's own was first: on a machine that is slow just then."""
-        while not self.reached.is_set() and not stepper.thrown:
-            await asyncio.sleep(0.001)
+        await until(lambda: self.reached.is_set() or stepper.thrown)
         return self.reached.is_set()
 
 
@@ -83,8 +82,7 @@ def test_in_the_middle_of_a_populate_at_most_a_chunk_is_finished(run, name, path
             async def watch() -> None:
                 reached = await held_up.wait_reached(stepper)
                 strike()
-                while not stepper.thrown:
-                    await asyncio.sleep(0)
+                await until(lambda: stepper.thrown)
                 for _ in range(20):  # for what is repeated
                     await asyncio.sleep(0)
                 if reached:
@@ -121,8 +119,7 @@ def test_cancelled_region_populate_leaves_the_region_as_it_is(run, name, path, h
                 async def watch() -> None:
                     await held_up.wait_reached(stepper)
                     strike()
-                    while not stepper.thrown:
-                        await asyncio.sleep(0)
+                    await until(lambda: stepper.thrown)
                     at_strike.append(held_up.begun)
                     held_up.go.set()
 

@@ -1,4 +1,4 @@
-"""A forked child has no part in the region: it is closed there, and the parent lives and dies as if there were no child.
+"""A forked child has no part in the region: closed there, and the parent lives and dies as if there were no child.
 
 The programs fork in processes of their own: this one has threads.
 """

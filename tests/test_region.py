@@ -11,7 +11,7 @@ import threading
 import warnings
 
 import pytest
-from cancelling import NOTHING, held
+from cancelling import NOTHING, held, until
 
 import aioshm
 from aioshm import _libc, _locks, _tenancy
@@ -27,8 +27,8 @@ def test_a_closed_region_says_so_everywhere(run, name, path):
             assert "created" in repr(region)
         uses = {
             "buffer": lambda: region.buffer,
-            "array": lambda: region.array(),
-            "tensor": lambda: region.tensor(),
+            "array": region.array,
+            "tensor": region.tensor,
         }
         for use in uses.values():
             with pytest.raises(aioshm.RegionClosedError, match=name) as caught:
@@ -39,11 +39,13 @@ def test_a_closed_region_says_so_everywhere(run, name, path):
         # What it was is still to be had, and closing it again is fine.
         assert region.closed
         assert (region.name, region.path, region.size, region.created) == (name, str(path), SIZE, True)
+        assert region.local_rank is region.local_world_size is None
         assert isinstance(region.report, OpenReport)
         assert "closed" in repr(region)
         await region.aclose()
         public = {attribute for attribute in dir(region) if not attribute.startswith("_")}
-        checked = {"aclose", "closed", "created", "name", "path", "populate", "report", "size"}
+        checked = {"aclose", "closed", "created", "local_rank", "local_world_size", "name", "path", "populate"}
+        checked |= {"report", "size"}
         assert public == checked | set(uses), "a public name that this test does not know"
 
     run(main())
@@ -202,14 +204,11 @@ def test_closing_ends_a_populate_before_anything_is_unmapped(run, name, path, mo
         async with aioshm.open_region(name, 64 * MIB, populate=False, threads=1) as region:
             monkeypatch.setattr(_libc, "try_madvise", slow)
             populating = asyncio.create_task(region.populate())
-            while not in_kernel.is_set():
-                await asyncio.sleep(0.001)
+            await until(in_kernel.is_set)
             closing = asyncio.create_task(region.aclose())
             # The name goes at once, the memory only when the kernel is done with it.
-            while path.exists():
-                await asyncio.sleep(0.001)
-            while not any("release" in thread.name for thread in threading.enumerate()):
-                await asyncio.sleep(0.001)
+            await until(lambda: not path.exists())
+            await until(lambda: any("release" in thread.name for thread in threading.enumerate()))
             assert not closing.done()
             go.set()
             with pytest.raises(aioshm.RegionClosedError):
@@ -225,7 +224,7 @@ def test_an_unclosed_region_warns_and_is_clean(run, name, path):
     async def main():
         region = await aioshm.open_region(name, SIZE).__aenter__()
         assert held(path)["mappings"] == 1
-        with pytest.warns(ResourceWarning, match="unclosed region") as caught:
+        with pytest.warns(ResourceWarning, match="unclosed region") as caught:  # noqa: PT031
             del region
             gc.collect()
         assert len(caught) == 1

@@ -113,10 +113,10 @@ def test_mismatching_joiner_that_is_the_last_one_out_removes_the_name(run, name,
     async def main():
         region = await open_region(name).__aenter__()
 
-        def leave_first(description, request, world):
+        def leave_first(description, request):
             assert not region._tenancy.seat.leave()
             assert path.exists()
-            real(description, request, world)
+            real(description, request)
 
         monkeypatch.setattr(_rendezvous, "_hold_world", leave_first)
         with pytest.raises(aioshm.RegionMismatchError):

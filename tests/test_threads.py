@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import gc
 import threading
+import weakref
 
 import anyio
 import pytest
-from cancelling import Stepper, Strike, Way, every_way, for_ever
+from cancelling import Stepper, Strike, Way, every_way, for_ever, until
 from conftest import loop_factory
 
 from aioshm._threads import StopFlag, run_all_through, run_through
@@ -47,7 +48,7 @@ def test_results_come_back_in_order_from_named_threads(run):
 
         works = [lambda _, number=number: work(number) for number in range(3)]
         assert await run_all_through(works, name="test") == [(number, f"aioshm-test-{number}") for number in range(3)]
-        assert await run_through(lambda stop: bool(stop), name="one") is False
+        assert await run_through(bool, name="one") is False
 
     run(main())
 
@@ -86,26 +87,46 @@ def test_what_is_no_exception_comes_out_too(run):
     run(main())
 
 
-def test_an_error_keeps_nothing_of_the_call_alive(run):
+@pytest.mark.parametrize("outcome", ["error", "cancellation"])
+def test_what_comes_out_keeps_nothing_of_the_call_alive(run, outcome):
     """Its traceback is all that refers to it: what the error path gives back must not hang in a cycle."""
 
-    class Mine(Exception):
+    class MineError(Exception):
         pass
 
-    def work(_):
-        raise Mine
+    class Held:
+        pass
+
+    async def fail(held):
+        def work(_):
+            raise MineError
+
+        with contextlib.suppress(MineError):
+            await run_through(work, name="test")
+
+    async def cancel(held):
+        worker = Worker()
+        worker.let_go.set()
+        task = asyncio.create_task(run_through(worker, name="test"))
+        worker.held = held
+        await worker.begun.wait()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
     async def main():
-        try:
-            await run_through(work, name="test")
-        except Mine:
-            pass
+        held = Held()
+        watch = weakref.ref(held)
+        await (fail if outcome == "error" else cancel)(held)
+        del held
+        await asyncio.sleep(0)
+        assert not [thing for thing in gc.get_objects() if type(thing) is MineError]
+        assert watch() is None
 
     gc.collect()
     gc.disable()
     try:
         run(main())
-        assert not [thing for thing in gc.get_objects() if type(thing) is Mine]
     finally:
         gc.enable()
 
@@ -119,8 +140,7 @@ def test_cancellation_waits_for_the_work_and_goes_on(run, way: Way):
             async def watch() -> None:
                 await worker.begun.wait()
                 strike()
-                while not worker.stopped.is_set():
-                    await asyncio.sleep(0)
+                await until(worker.stopped.is_set)
                 for _ in range(20):  # for what is repeated
                     await asyncio.sleep(0)
                 assert not stepper.finished, "returned while the thread runs"
@@ -175,29 +195,46 @@ def test_a_cancellation_that_comes_with_the_result_is_not_lost(run):
     run(main())
 
 
-def test_a_scope_that_ends_while_the_task_was_cancelled_swallows_only_its_own(run):
-    """The task's cancellation comes first here, the scope's while the thread is waited for."""
+@pytest.mark.parametrize("first", ["task", "scope"])
+@pytest.mark.parametrize("giving_back", [False, True])
+def test_of_two_cancellations_the_task_s_own_goes_on(run, first, giving_back):
+    """The second comes while the thread is waited for, or while what was taken is being given back."""
 
     async def main():
-        worker = Worker()
+        workers = [Worker(), Worker()] if giving_back else [Worker()]
         scope = anyio.CancelScope()
 
         async def work():
             with scope:
-                await run_through(worker, name="test")
+                try:
+                    await run_through(workers[0], name="test")
+                finally:
+                    if giving_back:
+                        await run_through(workers[1], name="test")
             pytest.fail("the task's own cancellation was swallowed")
 
+        async def until_stopped(worker):
+            await until(worker.stopped.is_set)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
         task = asyncio.create_task(work())
-        await worker.begun.wait()
-        task.cancel()
-        while not worker.stopped.is_set():
-            await asyncio.sleep(0)
-        scope.cancel()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        worker.let_go.set()
-        with pytest.raises(asyncio.CancelledError):
+        await workers[0].begun.wait()
+        (task if first == "task" else scope).cancel()
+        await until_stopped(workers[0])
+        if giving_back:
+            workers[0].let_go.set()
+            await workers[1].begun.wait()
+            if first == "scope":  # it says so again here, and then is shielded from
+                await until_stopped(workers[1])
+        (scope if first == "task" else task).cancel()
+        await until_stopped(workers[-1])
+        for worker in workers:
+            worker.let_go.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
             await task
+        assert task.cancelled()
+        del caught
 
     run(main())
 
@@ -242,8 +279,7 @@ def test_waiting_shielded_does_not_spin(run):
                 nonlocal turns
                 await worker.begun.wait()
                 scope.cancel()
-                while not worker.stopped.is_set():
-                    await asyncio.sleep(0)
+                await until(worker.stopped.is_set)
                 before = stepper.suspensions
                 for _ in range(1000):
                     await asyncio.sleep(0)

@@ -14,7 +14,14 @@ import pytest
 from cancelling import NOTHING, held
 from conftest import loop_factory
 from hypothesis import settings, strategies
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import aioshm
 
@@ -47,7 +54,12 @@ def test_all_views_show_the_same_bytes(in_region):
     def look(region):
         view, array = region.buffer, region.array()
         assert (view.nbytes, view.format, view.readonly, view.ndim) == (SIZE, "B", False, 1)
-        assert (array.shape, array.dtype, array.flags.writeable, array.flags.owndata) == ((SIZE,), np.uint8, True, False)
+        assert (array.shape, array.dtype, array.flags.writeable, array.flags.owndata) == (
+            (SIZE,),
+            np.uint8,
+            True,
+            False,
+        )
         view[SIZE - 1] = 7
         assert array[SIZE - 1] == 7
         array[0] = 9
@@ -142,7 +154,8 @@ def test_what_is_out_of_bounds_is_refused(in_region, what, shape, kind, offset, 
 
 @pytest.mark.parametrize("what", ["array", "tensor"])
 @pytest.mark.parametrize(
-    ("arguments", "keywords"), [((2.0,), {}), (("4",), {}), (((2.0,),), {}), ((4,), {"offset": 1.0}), ((4,), {"offset": None})]
+    ("arguments", "keywords"),
+    [((2.0,), {}), (("4",), {}), (((2.0,),), {}), ((4,), {"offset": 1.0}), ((4,), {"offset": None})],
 )
 def test_what_is_no_number_is_refused(in_region, what, arguments, keywords):
     if what == "tensor" and torch is None:
@@ -282,7 +295,9 @@ def make_machine(name: str, path: Any) -> type[RuleBasedStateMachine]:
             where = range(start, stop)
             kind = data.draw(strategies.sampled_from(["buffer", "array", *(["tensor"] if torch else [])]))
             view = (
-                self.region.buffer[start:stop] if kind == "buffer" else getattr(self.region, kind)(stop - start, offset=start)
+                self.region.buffer[start:stop]
+                if kind == "buffer"
+                else getattr(self.region, kind)(stop - start, offset=start)
             )
             self.views.append((view, where))
 

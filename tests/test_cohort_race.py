@@ -1,0 +1,114 @@
+"""Cohorts in numbers: hundreds of rounds, many ranks, and the slowest poller."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import pytest
+
+import aioshm
+from aioshm import _roster
+
+MIB = 1 << 20
+ROUNDS = 500
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_eight_processes_five_hundred_rounds(ranks, name, path):
+    """All ready each round, one creator, one inode, no name when any returns, every share as its rank wrote it."""
+    world = 8
+    crew = ranks.start_many(world)
+    for index, rank in enumerate(crew):
+        rank.send("cohort_rounds", name=name, size=4 * MIB, count=ROUNDS, rank=index, world=world)
+    answers = [rank.answer(timeout=390) for rank in crew]
+    assert [answer.get("message") for answer in answers] == [None] * world
+    for round_ in range(ROUNDS):
+        seen = [answer["rounds"][round_] for answer in answers]
+        assert sum(one["created"] for one in seen) == 1
+        assert len({one["inode"] for one in seen}) == 1
+        assert not any(one["named"] for one in seen)
+    assert not path.exists()
+
+
+@pytest.mark.slow
+def test_sixty_four_processes_in_one_round(ranks, name, path):
+    world = 64
+    crew = ranks.start_many(world)
+    for index, rank in enumerate(crew):
+        rank.send("cohort_rounds", name=name, size=4 * MIB, count=1, rank=index, world=world)
+    answers = [rank.answer(timeout=60) for rank in crew]
+    assert [answer.get("message") for answer in answers] == [None] * world
+    assert sum(answer["rounds"][0]["created"] for answer in answers) == 1
+    assert len({answer["rounds"][0]["inode"] for answer in answers}) == 1
+
+
+@pytest.mark.slow
+def test_256_ranks_as_tasks_of_one_loop(run, name):
+    async def rank(index):
+        async with aioshm.open_region(name, 4 * MIB, local_rank=index, local_world_size=256, timeout=60) as region:
+            return region.created
+
+    async def main():
+        return await asyncio.gather(*map(rank, range(256)))
+
+    assert sum(run(main())) == 1
+
+
+def test_the_slowest_poller_sees_the_release_when_all_others_have_left(run, monkeypatch, name, path):
+    """Rank 0 looks, sees one missing, and then does not look again before everybody else is done and gone."""
+    gate = asyncio.Event()
+    slept = asyncio.Event()
+    pauses = _roster.Roster._pauses
+
+    def slow_pauses(roster):
+        return (Slow() if roster._request.local_rank == 0 else pause for pause in pauses(roster))
+
+    class Slow(float):
+        pass
+
+    real_sleep = asyncio.sleep
+
+    async def sleep(seconds, *result):
+        if isinstance(seconds, Slow):
+            slept.set()
+            await gate.wait()
+        else:
+            await real_sleep(seconds, *result)
+
+    monkeypatch.setattr(_roster.Roster, "_pauses", slow_pauses)
+    monkeypatch.setattr(_roster.asyncio, "sleep", sleep)
+
+    async def rank(index):
+        async with aioshm.open_region(name, MIB, local_rank=index, local_world_size=3) as region:
+            region.buffer[index] = index + 1
+            if index == 0:
+                assert list(region.buffer[:3]) == [1, 2, 3]
+
+    async def main():
+        slowest = asyncio.ensure_future(rank(0))
+        await slept.wait()
+        await asyncio.gather(rank(1), rank(2))
+        assert not path.exists()
+        gate.set()
+        await slowest
+
+    run(main())
+
+
+def test_no_rank_that_finished_is_ever_called_lost(run, name):
+    """Ranks leave the moment they are released, while others have yet to look: many times, in random order."""
+
+    async def rank(index, world):
+        await asyncio.sleep(random.random() * 0.003)
+        async with aioshm.open_region(name, MIB, local_rank=index, local_world_size=world):
+            pass
+
+    async def main():
+        for _ in range(60):
+            await asyncio.gather(*(rank(index, 6) for index in range(6)))
+
+    run(main())
+    assert not os.path.exists(f"/dev/shm/aioshm-{os.geteuid()}-{name}")
