@@ -11,7 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._cohort import Cohort as Cohort
+    from ._columns import BlockCursor as BlockCursor
     from ._errors import AioshmError as AioshmError
+    from ._errors import CohortEnvironmentError as CohortEnvironmentError
     from ._errors import HugePagesUnavailableError as HugePagesUnavailableError
     from ._errors import InsufficientMemoryError as InsufficientMemoryError
     from ._errors import InsufficientSpaceError as InsufficientSpaceError
@@ -22,8 +25,11 @@ if TYPE_CHECKING:
     from ._errors import RegionClosedError as RegionClosedError
     from ._errors import RegionMismatchError as RegionMismatchError
     from ._errors import RegionRemovedError as RegionRemovedError
+    from ._errors import ShortFileError as ShortFileError
     from ._errors import UnsuitableDirectoryError as UnsuitableDirectoryError
     from ._errors import UnsupportedPlatformError as UnsupportedPlatformError
+    from ._layout import BlockLayout as BlockLayout
+    from ._loading import load_from as load_from
     from ._open import open_region as open_region
     from ._progress import Progress as Progress
     from ._region import Region as Region
@@ -31,6 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AioshmError",
+    "BlockCursor",
+    "BlockLayout",
+    "Cohort",
+    "CohortEnvironmentError",
     "HugePagesUnavailableError",
     "InsufficientMemoryError",
     "InsufficientSpaceError",
@@ -44,14 +54,25 @@ __all__ = [
     "RegionClosedError",
     "RegionMismatchError",
     "RegionRemovedError",
+    "ShortFileError",
     "UnsuitableDirectoryError",
     "UnsupportedPlatformError",
+    "load_from",
     "open_region",
 ]
 
 __version__ = "0.1.0"
 
-_HOMES = {"open_region": "_open", "OpenReport": "_report", "Progress": "_progress", "Region": "_region"}
+_HOMES = {
+    "BlockCursor": "_columns",
+    "BlockLayout": "_layout",
+    "Cohort": "_cohort",
+    "OpenReport": "_report",
+    "Progress": "_progress",
+    "Region": "_region",
+    "load_from": "_loading",
+    "open_region": "_open",
+}
 
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent until a program sets up logging

@@ -3,6 +3,7 @@
     AioshmError (RuntimeError)
     ├── InsufficientSpaceError                     the file system has no room
     ├── InsufficientMemoryError (MemoryError)      a memory cgroup or the host has no room
+    ├── ShortFileError (EOFError)                  a file that is loaded has too few bytes
     ├── JoinTimeoutError (TimeoutError)            ranks never came, or nobody finished what was begun
     ├── PeerLostError                              a rank that had come went away before all were ready
     ├── RankInUseError                             another living process has this local rank
@@ -11,6 +12,7 @@
     ├── RegionRemovedError                         somebody deleted the name from outside
     ├── RegionClosedError                          you closed it
     ├── HugePagesUnavailableError                  huge_pages="require" could not be met
+    ├── CohortEnvironmentError (ValueError)        no launcher's variables, or they contradict each other
     ├── UnsuitableDirectoryError                   missing, read-only, or not in memory
     └── UnsupportedPlatformError                   not Linux, or a kernel without what it takes
 
@@ -112,6 +114,31 @@ class InsufficientMemoryError(AioshmError, MemoryError):
         return max(0, self.limit - self.usage + self.reclaimable)
 
 
+class ShortFileError(AioshmError, EOFError):
+    """A file that is loaded into a region has fewer bytes than are needed.
+
+    Attributes:
+        path: The file.
+        file_offset: Byte of it at which the load begins.
+        required: Bytes needed from there on.
+        available: Bytes there.
+        shrank: False where it was seen before a byte of the region was written; True where the file became shorter
+            while it was read, and the region holds a part of it.
+    """
+
+    def __init__(self, *, path: str, file_offset: int, required: int, available: int, shrank: bool) -> None:
+        self.path = path
+        self.file_offset = file_offset
+        self.required = required
+        self.available = available
+        self.shrank = shrank
+        super().__init__(
+            f"{path} is too short: {required} bytes are needed from byte {file_offset} on, and {available} are there"
+            + (", since it shrank while it was read" if shrank else "")
+            + ". See whether it was copied or downloaded to its end, and whether it is still being written."
+        )
+
+
 class JoinTimeoutError(AioshmError, TimeoutError):
     """The ranks of the cohort did not all come in time, or without a cohort: nobody was at work on the region.
 
@@ -140,8 +167,9 @@ class JoinTimeoutError(AioshmError, TimeoutError):
         if missing:
             text = (
                 f"{_ranks(missing).capitalize()} of {local_world_size} never came to region {name!r} ({path}) within "
-                f"{waited:.1f} s. Ranks are local: all of them must run on this host, see the same directory, and pass the same name. Did they "
-                "start, and is local_world_size the number of ranks per host, not of all hosts together?"
+                f"{waited:.1f} s. Ranks are local: all of them must run on this host, see the same directory and pass "
+                "the same name. See whether they started, and whether local_world_size is the number of ranks per "
+                "host, not of all hosts together."
             )
         else:
             text = (
@@ -243,8 +271,8 @@ class RegionRemovedError(AioshmError):
     def __init__(self, *, path: str) -> None:
         self.path = path
         super().__init__(
-            f"{path} was deleted while the region was being made. Look for a cleaner: rm, a tmpfiles rule, or systemd's "
-            "RemoveIPC=yes, which empties /dev/shm of a user at the end of the user's last login."
+            f"{path} was deleted while the region was being made. Look for a cleaner: rm, a tmpfiles rule, or "
+            "systemd's RemoveIPC=yes, which empties /dev/shm of a user at the end of the user's last login."
         )
 
 
@@ -278,6 +306,24 @@ class HugePagesUnavailableError(AioshmError):
         super().__init__(
             f"No huge pages for {allocation_name} in {directory}: {reason}. Linux 6.1 or newer is needed, and "
             '/sys/kernel/mm/transparent_hugepage/shmem_enabled must not be "deny"; or use huge_pages="try".'
+        )
+
+
+class CohortEnvironmentError(AioshmError, ValueError):
+    """No cohort can be read from the environment; nothing was guessed.
+
+    Attributes:
+        reason: Which variables are missing, are no numbers, or contradict each other.
+        launchers: Who started this process, as far as the variables say: of `"torchrun"`, `"Open MPI"` and `"Slurm"`.
+            Empty where none did, which a program that also runs alone may take for a world of one.
+    """
+
+    def __init__(self, *, reason: str, launchers: tuple[str, ...] = ()) -> None:
+        self.reason = reason
+        self.launchers = launchers
+        super().__init__(
+            f"No cohort can be read from the environment: {reason}. Start the ranks with torchrun, mpirun or srun; or "
+            "say it yourself: aioshm.Cohort(local_rank=..., local_world_size=..., job=...)."
         )
 
 

@@ -25,7 +25,8 @@ class Guard:
 
     def __init__(self, request: Request, levels: tuple[MemoryLevel, ...] | None = None) -> None:
         self._request = request
-        # The other ranks populate at the same time, and what they have in flight is in no figure: taken for as much as ours.
+        # The other ranks populate at the same time, and what they have in flight is in no figure: taken for as much as
+        # ours.
         self._ranks = request.local_world_size or 1
         self._levels = _cgroup.own_memory_levels() if levels is None else levels
         self._settled = threading.Condition()

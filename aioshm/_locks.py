@@ -3,7 +3,8 @@
 All coordination state is the kernel's: open-file-description locks on bytes of the region's file far beyond its end
 (fcntl(2), F_OFD_SETLK; a lock may stand where no data is). They vanish with their holder, however it dies, and they
 work across containers that share the directory, where pids do not. POSIX F_SETLK locks would not do: they belong to the
-process, so ranks run as tasks of one process would not see each other, and closing any descriptor of the file drops them.
+process, so ranks run as tasks of one process would not see each other, and closing any descriptor of the file drops
+them.
 
     range              held as     by                                  means
     GATE               exclusive   creator while forming, last one out  nobody else may enter
@@ -14,9 +15,10 @@ process, so ranks run as tasks of one process would not see each other, and clos
     RELEASE            exclusive   whoever releases or breaks up a cohort  exactly one does, and may remove the name
     PID + rank<<22|pid exclusive   that rank                            lets an error name the peer's pid
 
-Two bits of the file's mode are all that outlives its writer. READY_BIT, owner-execute: without a cohort the creator populated
-and initialized the region, and a shared gate without it proves nothing but that somebody came in; with a cohort all ranks were
-ready and were released. BROKEN_BIT, sticky: a rank left its cohort before that. With a cohort the name goes right after either.
+Two bits of the file's mode are all that outlives its writer. READY_BIT, owner-execute: without a cohort the creator
+populated and initialized the region, and a shared gate without it proves nothing but that somebody came in; with a
+cohort all ranks were ready and were released. BROKEN_BIT, sticky: a rank left its cohort before that. With a cohort the
+name goes right after either.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ BROKEN_BIT = stat.S_ISVTX
 # struct flock where off_t is 64 bits: type, whence, start, length, pid (which must be 0 for OFD locks).
 _FLOCK = struct.Struct("hhqqi4x")
 
-# Held over every open-and-register, and over every fork: a child could otherwise inherit a description it does not know of.
+# Held over every open-and-register, and over every fork: a child could otherwise inherit a description it does not know
+# of.
 _fork_lock = threading.RLock()
 _open_descriptions: weakref.WeakSet[Description] = weakref.WeakSet()
 # The lock is not held over close(2), which may take long. What is being closed is remembered with its file instead: a

@@ -1,9 +1,9 @@
 """One range of addresses that shows a region's file, and the rule for when it goes: never under a living view.
 
 Not `mmap.mmap`: it cannot be aligned to a huge page, and `torch.frombuffer(mmap_object)` keeps no export of it, so that
-closing it unmaps memory under a living tensor. Here the views (memoryview, NumPy, torch) all hold the *anchor*, a ctypes array
-over the range; while one lives the range stays, and when the last one dies a finalizer unmaps it. As long as no view was
-handed out there is no anchor, and unmapping is an explicit call. Code in aioshm passes the address
+closing it unmaps memory under a living tensor. Here the views (memoryview, NumPy, torch) all hold the *anchor*, a
+ctypes array over the range; while one lives the range stays, and when the last one dies a finalizer unmaps it. As long
+as no view was handed out there is no anchor, and unmapping is an explicit call. Code in aioshm passes the address
 around, never the anchor: the traceback of an error in flight would keep it, and with it the memory that
 the error path is giving back.
 """
@@ -11,6 +11,7 @@ the error path is giving back.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 
 from . import _libc
@@ -36,6 +37,7 @@ class Mapping:
         self.length = round_up(size, page)
         with _libc.reopened(fd) as own:
             self._address = _map_aligned(own, self.length, max(page, alignment))
+        self._lock = threading.Lock()
         self._anchor: ctypes.Array[ctypes.c_ubyte] | None = None
         self._finalizer: weakref.finalize[..., ctypes.Array[ctypes.c_ubyte]] | None = None
         # Nobody wants hundreds of GiB in a core file. Not vital: the answer is not looked at.
@@ -50,29 +52,30 @@ class Mapping:
 
     def anchor(self) -> ctypes.Array[ctypes.c_ubyte]:
         """Return what views are made from, and keep alive: a ctypes array of `size` bytes."""
-        if self._anchor is None:
-            self._anchor = (ctypes.c_ubyte * self.size).from_address(self.address)
-            self._finalizer = self._unmap_with(self._anchor)
-        return self._anchor
+        with self._lock:
+            if self._anchor is None:
+                self._anchor = (ctypes.c_ubyte * self.size).from_address(self.address)
+                self._finalizer = self._unmap_with(self._anchor, self.address)
+            return self._anchor
 
     def release(self) -> range:
         """Let go of the anchor, and return the addresses that the caller must now unmap: none where a view lives.
 
         With a view alive the range stays until it dies; `still_mapped` tells. Twice is fine.
         """
-        address, self._address = self._address, 0
-        if not address:
-            return range(0)
-        if self._anchor is not None:
-            assert self._finalizer is not None
-            self._finalizer.detach()
-            watch = weakref.ref(self._anchor)
-            self._anchor = None
-            survivor = watch()
-            if survivor is not None:
-                self._finalizer = self._unmap_with(survivor, address)
+        with self._lock:  # another thread may be making a view this very moment
+            address, self._address = self._address, 0
+            if not address:
                 return range(0)
-        return range(address, address + self.length)
+            if self._anchor is not None and self._finalizer is not None:
+                self._finalizer.detach()
+                watch = weakref.ref(self._anchor)
+                self._anchor = None
+                survivor = watch()
+                if survivor is not None:
+                    self._finalizer = self._unmap_with(survivor, address)
+                    return range(0)
+            return range(address, address + self.length)
 
     @property
     def still_mapped(self) -> bool:
@@ -80,9 +83,9 @@ class Mapping:
         return not self._address and self._finalizer is not None and self._finalizer.alive
 
     def _unmap_with(
-        self, anchor: ctypes.Array[ctypes.c_ubyte], address: int = 0
+        self, anchor: ctypes.Array[ctypes.c_ubyte], address: int
     ) -> weakref.finalize[..., ctypes.Array[ctypes.c_ubyte]]:
-        finalizer = weakref.finalize(anchor, _libc.munmap, address or self.address, self.length)
+        finalizer = weakref.finalize(anchor, _libc.munmap, address, self.length)
         finalizer.atexit = False  # at exit views may be alive still, and the kernel unmaps anyway
         return finalizer
 

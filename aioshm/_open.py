@@ -39,7 +39,7 @@ def open_region(
     *,
     local_rank: int | None = None,
     local_world_size: int | None = None,
-    directory: str | os.PathLike[str] = "/dev/shm",  # noqa: S108 - shared memory is what this is about
+    directory: str | os.PathLike[str] = "/dev/shm",
     allocation_name: str = "shared-memory region",
     hint: str | None = None,
     timeout: float | None = 30.0,
@@ -257,7 +257,7 @@ def _plan(request: Request, seat: Seat, mapping: Mapping) -> Populate:
 
 
 def _share(request: Request, mapping: Mapping) -> range:
-    """Return the bytes that this rank populates: contiguous, so that its node touches them first, on huge-page borders."""
+    """Return what this rank populates: contiguous, so that its own node touches it first, on huge-page borders."""
     if not request.is_cohort:
         return range(mapping.length)
     rank, world, border = request.local_rank, request.local_world_size, max(_libc.HUGE_PAGE, mapping.page)
@@ -324,3 +324,6 @@ def _tell(report: OpenReport, request: Request) -> None:
             "" if share is None else f", {share:.0%} in huge pages",
             "" if report.small_page_reason is None else f" ({report.small_page_reason})",
         )
+
+
+open_region.__module__ = "aioshm"

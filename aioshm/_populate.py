@@ -1,9 +1,9 @@
-"""Makes the memory of a range really there: chunk by chunk, several threads at a time, huge pages where they can be had.
+"""Makes the memory of a range really there: chunk by chunk, in several threads, huge pages where they can be had.
 
 Per chunk one small page of every 2 MiB is touched with MADV_POPULATE_WRITE, which never changes data, and then the
-chunk is made huge with MADV_COLLAPSE. That gives huge pages on a plain /dev/shm (mounted `huge=never`) without any privilege
-(Linux 6.1, mm/khugepaged.c: madvise_collapse; it needs something to collapse, hence the touch), it is about three
-times as fast as small pages, and where a memory group is full it fails with EBUSY where touching would be killed.
+chunk is made huge with MADV_COLLAPSE. That gives huge pages on a plain /dev/shm (mounted `huge=never`) without any
+privilege (Linux 6.1, mm/khugepaged.c: madvise_collapse; it needs something to collapse, hence the touch), it is about
+three times as fast as small pages, and where a memory group is full it fails with EBUSY where touching would be killed.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Populate:
             self._lock.wait_for(lambda: not self._inside)
 
     def _take(self, size: int) -> range:
-        """Return the next chunk, as offsets into the span; none where it was abandoned. `_settle` ends what this began."""
+        """Return the next chunk, as offsets into the span; none where abandoned. `_settle` ends what this began."""
         size = round_up(size, max(self._page, HUGE_PAGE))
         with self._lock:
             if self._abandoned:
@@ -245,7 +245,7 @@ class Populate:
         return OSError(code, f"{call}: {os.strerror(code)}")
 
     def _check_space(self) -> None:
-        """Raise InsufficientSpaceError where that is what an errno meant: EFAULT on tmpfs is a page that it had no room for."""
+        """Raise InsufficientSpaceError where an errno meant that: EFAULT on tmpfs is a page it had no room for."""
         left = max(self._page, self.total - self.done)
         check_space(self._request, left, read_file_system(self._request.directory))
 
@@ -294,7 +294,7 @@ def _warn_of_old_kernel(allocation_name: str) -> None:
 
 
 def _adapt(length: int, seconds: float) -> int:
-    """Return the size of the next chunk after one of `length` bytes took `seconds`: whole huge pages, no sudden growth."""
+    """Return the next chunk's size after one of `length` bytes took `seconds`: whole huge pages, no sudden growth."""
     wanted = int(length * _CHUNK_SECONDS / seconds) if seconds > 0 else length * 2
     wanted = min(max(wanted, _SMALLEST_CHUNK), 2 * max(length, _SMALLEST_CHUNK), _LARGEST_CHUNK)
     return wanted // HUGE_PAGE * HUGE_PAGE

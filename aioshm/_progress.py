@@ -14,11 +14,11 @@ _log = logging.getLogger("aioshm")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the populating of a region has come.
+    """How far the populating of a region, or the loading of a file into it, has come.
 
     Attributes:
-        done: Bytes populated so far by this process.
-        total: Bytes this process has to populate.
+        done: Bytes that this process has populated or loaded so far.
+        total: Bytes that it has to.
         elapsed: Seconds since it began.
     """
 
@@ -72,7 +72,7 @@ class Ticker:
         progress = Progress(self._done(), self._total, time.monotonic() - self._start)
         try:
             self._callback(progress)
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever the user's code raises
             _log.exception("%s: on_progress raised and will not be called again", self._what)
             self._callback = None
 

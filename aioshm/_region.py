@@ -98,7 +98,9 @@ class Region:
         offset: int = 0,
         strides: Sequence[int] | None = None,
     ) -> numpy.ndarray[Any, numpy.dtype[Any]]:
-        """Return a zero-copy, writable NumPy view. It stays valid, and keeps the memory mapped, after the region closes.
+        """Return a zero-copy, writable NumPy view.
+
+        It stays valid after the region closes, and keeps the memory mapped.
 
         Args:
             shape: Lengths of the dimensions; None: one dimension, from `offset` to the end.
@@ -124,7 +126,9 @@ class Region:
         offset: int = 0,
         strides: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return a zero-copy torch view on the CPU. It stays valid, and keeps the memory mapped, after the region closes.
+        """Return a zero-copy torch view on the CPU.
+
+        It stays valid after the region closes, and keeps the memory mapped.
 
         Args:
             shape: Lengths of the dimensions; None: one dimension, from `offset` to the end.
@@ -137,7 +141,8 @@ class Region:
             The view.
 
         Raises:
-            ValueError: It would reach beyond the region, the offset or strides make no sense, or the dtype is quantized.
+            ValueError: It would reach beyond the region, the offset or strides make no sense, or the dtype is
+                quantized.
             RegionClosedError: The region was closed.
             ImportError: torch is not installed (`pip install 'aioshm[torch]'`).
         """

@@ -72,7 +72,7 @@ class Seat:
         self.forming = role == "creator"
 
     def let_in(self) -> None:
-        """Let the other ranks of the cohort in, to a file that has its size: make the gate shared, which leaves no gap."""
+        """Let the other ranks in, to a file that has its size: make the gate shared, which leaves no gap."""
         self.description.try_shared(GATE)
         self.forming = False
 
@@ -281,7 +281,7 @@ def _foreign(status: os.stat_result) -> str | None:
 
 
 def _look(description: Description, request: Request, file_size: int) -> _Look:
-    """Look once, and act on it. After CREATOR and JOINER the gate is ours; after any other look only closing is left."""
+    """Look once, and act on it. After CREATOR and JOINER the gate is ours; after any other, only closing is left."""
     if description.try_exclusive(GATE):
         status = description.status()
         if status.st_nlink == 0:
@@ -298,8 +298,8 @@ def _look(description: Description, request: Request, file_size: int) -> _Look:
         if status.st_nlink == 0:
             return _Look.DELETED
         _hold_world(description, request)
-        # Without a cohort only a finished region may be joined. With one it must be sized and not yet released. Otherwise
-        # its creator died between our two tries, or its name is about to go.
+        # Without a cohort only a finished region may be joined. With one it must be sized and not yet released.
+        # Otherwise its creator died between our two tries, or its name is about to go.
         marks = status.st_mode & (READY_BIT | BROKEN_BIT)
         if marks != (0 if request.is_cohort else READY_BIT) or status.st_size == 0:
             description.unlock(WORLD)

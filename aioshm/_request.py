@@ -91,9 +91,9 @@ def check_request(
         hint=None if hint is None else _text("hint", hint),
         timeout=_seconds("timeout", timeout),
         populate=_flag("populate", populate),
-        huge_pages=_word("huge_pages", huge_pages, HugePages),
-        threads=None if threads is None else _count("threads", threads),
-        memory_policy=_word("memory_policy", memory_policy, MemoryPolicy),
+        huge_pages=check_word("huge_pages", huge_pages, HugePages),
+        threads=None if threads is None else check_count("threads", threads),
+        memory_policy=check_word("memory_policy", memory_policy, MemoryPolicy),
         initialize=_callable("initialize", initialize),
         on_progress=_callable("on_progress", on_progress),
     )
@@ -109,7 +109,7 @@ def check_name(name: object) -> str:
 
 def check_size(size: object) -> int:
     """Return `size` in bytes; NumPy's integers are fine, bool and float are not."""
-    bytes_ = _count("size", size)
+    bytes_ = check_count("size", size)
     if bytes_ > _MAX_SIZE:
         raise ValueError(f"size must be in bytes, and no address space holds {_figure(bytes_)}")
     return bytes_
@@ -121,10 +121,10 @@ def check_ranks(local_rank: object, local_world_size: object) -> tuple[int, int]
         return 0, 0
     if local_rank is None or local_world_size is None:
         raise ValueError("local_rank and local_world_size belong together: give both or neither")
-    world = _count("local_world_size", local_world_size)
+    world = check_count("local_world_size", local_world_size)
     if world > MAX_RANKS:
         raise ValueError(f"local_world_size must be at most {MAX_RANKS}, not {world}")
-    rank = _index("local_rank", local_rank)
+    rank = check_index("local_rank", local_rank)
     if not 0 <= rank < world:
         raise ValueError(f"local_rank must be 0 to {world - 1} where local_world_size is {world}, not {rank}")
     return rank, world
@@ -166,7 +166,7 @@ def _flag(field: str, value: object) -> bool:
     return value
 
 
-def _index(field: str, value: object) -> int:
+def check_index(field: str, value: object) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # what is no integer raises TypeError: that is the check
     except TypeError:
@@ -176,8 +176,8 @@ def _index(field: str, value: object) -> int:
     return number
 
 
-def _count(field: str, value: object) -> int:
-    number = _index(field, value)
+def check_count(field: str, value: object) -> int:
+    number = check_index(field, value)
     if number <= 0:
         raise ValueError(f"{field} must be greater than 0, not {_figure(number)}")
     return number
@@ -197,7 +197,7 @@ def _seconds(field: str, value: object) -> float | None:
     return seconds
 
 
-def _word(field: str, value: object, words: Any) -> Any:
+def check_word(field: str, value: object, words: Any) -> Any:
     choices = get_args(words)
     if not isinstance(value, str):
         raise TypeError(f"{field} must be one of {', '.join(map(repr, choices))}, not {_kind(value)}")

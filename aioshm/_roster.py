@@ -1,8 +1,8 @@
 """The roster of a cohort: which ranks have come, which are ready, which are gone, and the release of all of them.
 
 No role depends on anybody's survival. Whoever sees all ranks ready and gets RELEASE sets the ready bit and then
-removes the name: from there SIGKILL of everyone leaks nothing. A rank that leaves before that breaks the cohort up: under the
-same lock it sets the broken bit and removes the name, so that a new start finds a new file and not the ruins.
+removes the name: from there SIGKILL of everyone leaks nothing. A rank that leaves before that breaks the cohort up:
+under the same lock it sets the broken bit and removes the name, so that a new start finds a new file and not the ruins.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Roster:
             description.unlock(marks)
 
     def _pauses(self) -> Iterator[float]:
-        """Yield pauses that grow with the number of ranks, whose looks would otherwise add up to all the CPU there is."""
+        """Yield pauses that grow with the number of ranks: their looks would else add up to all the CPU there is."""
         for pause in backoff():
             yield max(pause, pause * self._request.local_world_size / 16)
 
@@ -160,7 +160,7 @@ class Roster:
         return False
 
     def _look(self) -> _State:
-        """Look once. The peers' locks are read before the bit: who leaves after the release is then never called lost."""
+        """Look once. The peers' locks are read before the bit: who leaves after the release is never called lost."""
         lost = self._read_peers()
         status = self._description.status()
         if status.st_mode & READY_BIT:
@@ -184,8 +184,8 @@ class Roster:
     def _look_at_ruins(self, missing: tuple[int, ...]) -> _State:
         """The name is going or gone: find out whether by a releaser, by a rank that broke up, or by somebody outside.
 
-        Setting the bit and removing the name are two steps, and so are a breaking rank's unlink and its letting go: each
-        is read once more, in the order in which they change.
+        Setting the bit and removing the name are two steps, and so are a breaking rank's unlink and its letting go:
+        each is read once more, in the order in which they change.
         """
         breaking_up = self._description.find_held(RELEASE) is not None
         lost = self._read_peers()

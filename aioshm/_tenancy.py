@@ -37,7 +37,7 @@ class Tenancy:
 
     @contextlib.contextmanager
     def populating(self, work: Populate) -> Iterator[None]:
-        """Around a populate that others may end by giving the tenancy back: it is stopped before anything is unmapped."""
+        """Around a populate that others may end by giving back: it is stopped before anything is unmapped."""
         self._running.add(work)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Options, fixtures and guards of the whole suite: a test that leaks a name, a descriptor, a thread or a mapping fails."""
+"""Options, fixtures and guards of the suite: a test that leaks a name, a descriptor, a thread or a mapping fails."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         where = tmp_path / f"tmpfs-{len(mounted)}"
         where.mkdir()
         arguments = f"size={mib}m,mode=1777" + (f",{options}" if options else "")
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: PLW1510 - a mount that is refused skips the test
             ["mount", "-t", "tmpfs", "-o", arguments, "aioshm-test", str(where)], capture_output=True, text=True
         )
         if done.returncode:
@@ -101,7 +101,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 @pytest.fixture
 def memory_group() -> Iterator[Callable[..., MemoryGroup]]:
-    """Make memory control groups with a limit in bytes: `memory_group(limit=512 << 20)`; needs root and a controller."""
+    """Make memory control groups with a limit in bytes: `memory_group(limit=512 << 20)`; needs root."""
     made: list[MemoryGroup] = []
 
     def make(*, limit: int | None, parent: MemoryGroup | None = None) -> MemoryGroup:

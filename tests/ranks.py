@@ -45,7 +45,7 @@ class Rank:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            preexec_fn=preexec,
+            preexec_fn=preexec,  # noqa: PLW1509 - it writes one small file, and holds no lock
             user=user,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import threading
@@ -61,7 +62,7 @@ def test_shares_cover_the_region_once_on_huge_page_borders(run, name):
         shares = [_share(request, Fake) for request in requests]
         assert shares[0].start == 0
         assert shares[-1].stop == Fake.length
-        assert all(one.stop == other.start for one, other in zip(shares, shares[1:], strict=False))
+        assert all(one.stop == other.start for one, other in itertools.pairwise(shares))
         assert all(share.start % (2 * MIB) == 0 for share in shares)
 
 
@@ -126,11 +127,7 @@ def test_ranks_may_arrive_in_any_order_and_anyhow(run, ranks, name, path, seed):
 
 def test_missing_ranks_are_named_and_told_that_ranks_are_per_host(run, name, path):
     async def main():
-        with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.TaskGroup() as group:
-                for index in (0, 2):
-                    group.create_task(late(index))
-        return caught.value.exceptions
+        return await asyncio.gather(late(0), late(2), return_exceptions=True)
 
     async def late(index):
         async with open_rank(name, index, 4, timeout=0.3):
@@ -174,15 +171,15 @@ def test_a_taken_rank_is_refused_and_its_owner_left_alone(ranks, name, path):
 
 
 @pytest.mark.parametrize(
-    ("options", "field", "expected", "found"),
+    ("options", "mismatch"),
     [
-        (cohort(1, 3), "local_world_size", 3, 2),
-        (cohort(None, None), "local_world_size", 0, 2),
-        (cohort(1, 2, size=2 * MIB), "size", 2 * MIB, MIB),
+        (cohort(1, 3), ("local_world_size", 3, 2)),
+        (cohort(None, None), ("local_world_size", 0, 2)),
+        (cohort(1, 2, size=2 * MIB), ("size", 2 * MIB, MIB)),
     ],
     ids=["another world size", "no cohort", "another size"],
 )
-def test_a_rank_of_another_cohort_is_refused(ranks, name, path, options, field, expected, found):
+def test_a_rank_of_another_cohort_is_refused(ranks, name, path, options, mismatch):
     first, stranger, second = ranks.start_many(3)
     first.send("open", name=name, size=MIB, options=cohort(0, 2))
     wait_held(path, CLAIM.at(0))
@@ -191,7 +188,7 @@ def test_a_rank_of_another_cohort_is_refused(ranks, name, path, options, field, 
         stranger.open(size, **options)
     answer = caught.value.answer
     assert answer["error"] == "RegionMismatchError"
-    assert (answer["facts"]["field"], answer["facts"]["expected"], answer["facts"]["found"]) == (field, expected, found)
+    assert tuple(answer["facts"][fact] for fact in ("field", "expected", "found")) == mismatch
     second.open(MIB, **cohort(1, 2))
     assert "error" not in first.answer()
 
@@ -252,11 +249,11 @@ def test_initialize_runs_once_on_the_creator_when_all_is_populated(run, name):
 
 
 def test_initialize_that_raises_reaches_its_caller_raw_and_the_others_as_peer_lost(run, name, path):
-    class Broken(Exception):
+    class BrokenError(Exception):
         pass
 
     async def initialize(region):
-        raise Broken
+        raise BrokenError
 
     async def rank(index):
         async with open_rank(name, index, 3, initialize=initialize):
@@ -266,7 +263,7 @@ def test_initialize_that_raises_reaches_its_caller_raw_and_the_others_as_peer_lo
         return await asyncio.gather(*map(rank, range(3)), return_exceptions=True)
 
     kinds = sorted(type(error).__name__ for error in run(main()))
-    assert kinds == ["Broken", "PeerLostError", "PeerLostError"]
+    assert kinds == ["BrokenError", "PeerLostError", "PeerLostError"]
     assert not path.exists()
 
 
@@ -303,8 +300,7 @@ def test_initialize_is_cancelled_when_a_peer_is_lost(run, ranks, name, path):
 
     async def main():
         task = asyncio.ensure_future(creator())
-        while not path.exists() or not path.stat().st_size:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(wait_held, path, CLAIM.at(0))
         peer.send("open", name=name, size=MIB, options=cohort(1, 2))
         await started.wait()
         peer.kill()

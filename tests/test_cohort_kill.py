@@ -30,7 +30,8 @@ def killable(crew, rank, others, *, name, point):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_killed_before_any_of_its_calls(ranks, name, path):
-    """Rank 0 is stopped before its nth call that others could notice, while two others come and wait; then it is killed.
+    """Rank 0 is stopped before its nth call that others could notice, while two others come and wait; then it is
+    killed.
 
     They raise PeerLostError; or where it died before they saw it, it is started again and completes them; or it was
     ready already, and they are released.

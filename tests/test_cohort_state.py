@@ -54,7 +54,8 @@ class Member:
         except (aioshm.AioshmError, asyncio.CancelledError) as error:
             self.error = error
         except (OSError, ValueError) as error:  # what a dead rank's own code does next is no matter
-            assert self.dead, error
+            if not self.dead:
+                raise AssertionError from error
         finally:
             self.region = None
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
-import pytest
-
 import aioshm
 
 MIB = 1 << 20
