@@ -6,7 +6,6 @@ Everything public is here; modules with an underscore are not. Names are loaded 
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +72,6 @@ _HOMES = {
     "load_from": "_loading",
     "open_region": "_open",
 }
-
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent until a program sets up logging
 
 
 def __getattr__(name: str) -> Any:

@@ -69,6 +69,30 @@ class MemoryLevel:
         return min(host_swap, max(0, (both - used) - max(0, memory - usage)))
 
 
+class LevelWatch:
+    """The limit and the usage of one level, read again and again through files that stay open: a tenth of the cost."""
+
+    def __init__(self, level: MemoryLevel) -> None:
+        self.level = level
+        self._limit_fd = _open(os.path.join(level.path, _LIMIT[level.version]))
+        self._usage_fd = _open(os.path.join(level.path, _USAGE[level.version]))
+
+    def read_limit(self) -> int | None:
+        """Return the limit in bytes, or None where there is none or it cannot be read."""
+        return _limit(_read_again(self._limit_fd))
+
+    def read_usage(self) -> int | None:
+        """Return the bytes charged to the group and the groups below it; None where it cannot be read."""
+        return _number(_read_again(self._usage_fd))
+
+    def close(self) -> None:
+        """Close the files; twice is fine."""
+        for fd in (self._limit_fd, self._usage_fd):
+            if fd is not None:
+                os.close(fd)
+        self._limit_fd = self._usage_fd = None
+
+
 @dataclass(frozen=True)
 class MemoryFigures:
     """What one level said at one moment, in bytes: limit and usage always of the same level.
@@ -127,18 +151,29 @@ def read_figures(levels: tuple[MemoryLevel, ...], host_swap: int = 0) -> list[Me
 
 def cpu_quota(root: str = "/") -> float | None:
     """Return the tightest CPU quota over this process, in processors (1.5 is 150 ms per 100 ms); None: no limit."""
-    found = _find(root, "cpu")
-    if found is None:
-        return None
-    directories, version = found
-    quotas = [quota for directory in directories if (quota := _quota(directory, version)) is not None]
-    return min(quotas, default=None)
+    return _tightest_quota(_find(root, "cpu"))
+
+
+def own_cpu_quota() -> float | None:
+    """Return `cpu_quota()`, with the directories looked up once."""
+    return _tightest_quota(_own_cpu_directories())
 
 
 @functools.cache
 def own_memory_levels() -> tuple[MemoryLevel, ...]:
     """Return `memory_levels()`, looked up once: where a process stands hardly ever changes, its figures always do."""
     return memory_levels()
+
+
+@functools.cache
+def _own_cpu_directories() -> tuple[list[str], int] | None:
+    return _find("/", "cpu")
+
+
+def _tightest_quota(found: tuple[list[str], int] | None) -> float | None:
+    directories, version = found or ([], 2)
+    quotas = [quota for directory in directories if (quota := _quota(directory, version)) is not None]
+    return min(quotas, default=None)
 
 
 def _find(root: str, controller: str) -> tuple[list[str], int] | None:
@@ -206,6 +241,23 @@ def _read(path: str) -> str | None:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return file.read()
     except OSError:
+        return None
+
+
+def _open(path: str) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _read_again(fd: int | None) -> str | None:
+    """Read a file of a control group from its start: the kernel then writes it anew."""
+    if fd is None:
+        return None
+    try:
+        return os.pread(fd, 64, 0).decode("ascii", errors="replace")
+    except OSError:  # ENODEV: the group was removed, and we were moved out of it
         return None
 
 

@@ -12,27 +12,36 @@ import time
 from collections.abc import Iterator
 
 from . import _cgroup, _host
-from ._cgroup import MemoryFigures, MemoryLevel
+from ._cgroup import LevelWatch, MemoryFigures, MemoryLevel
+from ._libc import PAGE
 from ._preflight import Finding, host_figures, judge_memory, memory_error, memory_required
 from ._request import Request
 
-# /proc/meminfo sums over all processors, which costs more than a chunk should; the host is seldom the tighter limit.
-_HOST_INTERVAL = 0.02
+# What seldom changes, or is seldom the tighter limit, is looked at in this interval: /proc/meminfo, which sums over all
+# processors, and levels that have no limit.
+_INTERVAL = 0.02
 
 
 class Guard:
     """Admits chunks for as long as every memory level has room for them."""
 
     def __init__(self, request: Request, levels: tuple[MemoryLevel, ...] | None = None) -> None:
+        """Open what is to be watched; `close` lets go of it."""
         self._request = request
         # The other ranks populate at the same time, and what they have in flight is in no figure: taken for as much as
         # ours.
         self._ranks = request.local_world_size or 1
-        self._levels = _cgroup.own_memory_levels() if levels is None else levels
+        self._watches = [LevelWatch(level) for level in (_cgroup.own_memory_levels() if levels is None else levels)]
+        self._limited = self._watches
         self._settled = threading.Condition()
         self._in_flight = 0
-        self._host_due = 0.0
+        self._due = 0.0
         self._host_swap = 0
+
+    def close(self) -> None:
+        """Let go of what was watched; twice is fine."""
+        for watch in self._watches:
+            watch.close()
 
     def fit(self, length: int, smallest: int) -> int:
         """Return how many bytes to go for next: `length`, or less where memory is getting short."""
@@ -54,7 +63,7 @@ class Guard:
                 if not self._in_flight:
                     raise memory_error(self._request, finding)
                 self._settled.wait()
-                self._host_due = 0.0
+                self._due = 0.0
             self._in_flight += length
         try:
             yield
@@ -76,26 +85,31 @@ class Guard:
 
     def _find_short(self, length: int) -> Finding | None:
         required = memory_required((length + self._in_flight) * self._ranks)
-        close = [level for level in self._levels if not self._has_headroom(level, required)]
-        host = self._read_host()
-        finding = judge_memory(required, _cgroup.read_figures(tuple(close), self._host_swap) + host)
+        figures = self._look_around() if time.monotonic() >= self._due else []
+        close = tuple(watch.level for watch in self._limited if not _has_headroom(watch, required))
+        finding = judge_memory(required, _cgroup.read_figures(close, self._host_swap) + figures)
         return finding if finding is not None and finding.verdict == "short" else None
 
-    def _has_headroom(self, level: MemoryLevel, required: int) -> bool:
-        """The cheap look, two small files; memory.stat is read only where it says no."""
-        limit = level.read_limit()
-        if limit is None:
-            return True
-        usage = level.read_usage()
-        return usage is None or usage + required <= limit
-
-    def _read_host(self) -> list[MemoryFigures]:
-        now = time.monotonic()
-        if now < self._host_due:
-            return []
-        self._host_due = now + _HOST_INTERVAL
+    def _look_around(self) -> list[MemoryFigures]:
+        """Now and then: see which levels have a limit at all, for one may be set meanwhile, and read the host."""
+        self._due = time.monotonic() + _INTERVAL
+        self._limited = [watch for watch in self._watches if watch.read_limit() is not None]
         memory = _host.read_memory()
         if memory is None:
             return []
         self._host_swap = memory.swap_free
         return [host_figures(memory)]
+
+
+def guard_for(request: Request, page: int) -> Guard | None:
+    """Return a guard where the request wants one and it has something to watch.
+
+    hugetlb pages were taken out of the host's memory when their pool was made, and memory groups do not count them.
+    """
+    return Guard(request) if request.memory_policy == "guard" and page == PAGE else None
+
+
+def _has_headroom(watch: LevelWatch, required: int) -> bool:
+    """The cheap look, two small files; memory.stat is read only where it says no."""
+    limit, usage = watch.read_limit(), watch.read_usage()
+    return limit is None or usage is None or usage + required <= limit

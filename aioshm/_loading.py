@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import logging
 import operator
 import os
 import stat
@@ -17,6 +16,7 @@ import aiofiles
 
 from ._errors import InsufficientSpaceError, RegionClosedError, ShortFileError
 from ._host import read_file_system
+from ._log import log
 from ._preflight import check_space
 from ._progress import Progress, Ticker
 from ._threads import run_regardless, run_through
@@ -31,8 +31,6 @@ _READ_SECONDS = 0.008
 _SMALLEST_READ = 1 << 18
 _FIRST_READ = 1 << 20
 _LARGEST_READ = 1 << 25
-
-_log = logging.getLogger("aioshm")
 
 
 def load_from(
@@ -111,7 +109,7 @@ async def _load(
         await run_regardless(loading.close, name="load")
     seconds = time.monotonic() - started
     rate = len(span) / seconds / (1 << 30)
-    _log.info("loaded %s MiB from %s into %s at %.2f GiB/s", mib(len(span)), path, region.path, rate)
+    log.info("loaded %s MiB from %s into %s at %.2f GiB/s", mib(len(span)), path, region.path, rate)
 
 
 class _Loading:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from . import _libc, _preflight
 from ._errors import UnsuitableDirectoryError, UnsupportedPlatformError
-from ._guard import Guard
+from ._guard import guard_for
 from ._host import FileSystem, read_file_system
+from ._log import log
 from ._mapping import Mapping, round_up
 from ._populate import Populate, map_while_cheap, run_populate
 from ._region import Region
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ._progress import Progress
 
 T = TypeVar("T")
-
-_log = logging.getLogger("aioshm")
 
 
 def open_region(
@@ -252,7 +250,8 @@ def _plan(request: Request, seat: Seat, mapping: Mapping) -> Populate:
         seat.description.fd,
         span=_share(request, mapping) if request.populate else range(0),
         collapse=makes and request.huge_pages != "off",
-        guard=Guard(request) if makes and request.memory_policy == "guard" else None,
+        guard=guard_for(request, mapping.page) if makes else None,
+        present=not makes,
     )
 
 
@@ -304,7 +303,7 @@ def _make_room(request: Request, seat: Seat, file_size: int) -> None:
 
 
 def _tell(report: OpenReport, request: Request) -> None:
-    _log.info(
+    log.info(
         "%s: %s %s, %s MiB, in %.3f s%s",
         request.allocation_name,
         "created" if report.role == "creator" else "joined",
@@ -315,7 +314,7 @@ def _tell(report: OpenReport, request: Request) -> None:
     )
     if report.populated:
         share = report.huge_share
-        _log.info(
+        log.info(
             "%s: populated %s MiB at %.2f GiB/s in %d threads%s%s",
             request.allocation_name,
             mib(report.populated),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import logging
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from ._errors import HugePagesUnavailableError, InsufficientSpaceError
 from ._guard import Guard
 from ._host import read_file_system, usable_cpus
 from ._libc import HUGE_PAGE, PAGE
+from ._log import log
 from ._mapping import Mapping, round_up
 from ._preflight import check_space
 from ._progress import Ticker
@@ -30,8 +30,12 @@ from ._threads import StopFlag, run_all_through
 # A chunk should take about this long: a cancellation waits for at most one, and so does whoever needs the mmap lock.
 _CHUNK_SECONDS = 0.004
 _SMALLEST_CHUNK = HUGE_PAGE
-_LARGEST_CHUNK = 32 * HUGE_PAGE
 _FIRST_CHUNK = 2 * HUGE_PAGE
+# Memory can turn slow from one chunk to the next (a virtual machine's host has to find it: 20 ms per 2 MiB, seen), and
+# a larger one gains nothing: the kernel's cost per huge page is the same. Mapping what is there is a thousand times
+# faster.
+_LARGEST_CHUNK = 4 * HUGE_PAGE
+_LARGEST_MAPPED_CHUNK = 32 * HUGE_PAGE
 
 # After so many chunks in a row without a huge page there are none to be had, and asking costs a compaction each time.
 _PATIENCE = 8
@@ -44,8 +48,6 @@ _MOST_THREADS = 16
 
 # Bytes per second that only huge pages can be mapped at; small ones come at a third of it.
 _CHEAP_RATE = 32 << 30
-
-_log = logging.getLogger("aioshm")
 
 
 class Populate:
@@ -60,7 +62,15 @@ class Populate:
     """
 
     def __init__(
-        self, request: Request, mapping: Mapping, fd: int, *, span: range, collapse: bool, guard: Guard | None
+        self,
+        request: Request,
+        mapping: Mapping,
+        fd: int,
+        *,
+        span: range,
+        collapse: bool,
+        guard: Guard | None,
+        present: bool = False,
     ) -> None:
         """Prepare; nothing is touched.
 
@@ -70,7 +80,8 @@ class Populate:
             fd: The file under it.
             span: Bytes of the mapping; whole pages around it are populated, huge ones where they are to be made.
             collapse: Whether to make huge pages; otherwise what is there is mapped, and small pages fill the gaps.
-            guard: Asked before each chunk, or None.
+            guard: Asked before each chunk, or None. Closed by `run_populate`.
+            present: Whether another process populated it, so that it needs mapping only.
         """
         is_hugetlb = mapping.page > PAGE
         border = HUGE_PAGE if collapse and not is_hugetlb else mapping.page
@@ -87,6 +98,7 @@ class Populate:
         self._page = mapping.page
         self._next = 0
         self._guard = guard
+        self._largest = _LARGEST_MAPPED_CHUNK if present else _LARGEST_CHUNK
         self._is_hugetlb = is_hugetlb
         self._collapse = collapse and not is_hugetlb
         self._required = self._collapse and request.huge_pages == "require"
@@ -118,12 +130,17 @@ class Populate:
             try:
                 with self._admitted(len(chunk)):
                     huge = self._populate(chunk)
-                size = _adapt(len(chunk), time.perf_counter() - started)
+                size = _adapt(len(chunk), time.perf_counter() - started, self._largest)
             finally:
                 self._settle()
             with self._lock:
                 self.done += len(chunk)
                 self.huge += huge
+
+    def close(self) -> None:
+        """Let go of what the guard watches. No thread may be at work any more."""
+        if self._guard is not None:
+            self._guard.close()
 
     def abandon(self) -> None:
         """Stop it from another thread, and return when no thread is in the memory any more: within one chunk."""
@@ -259,11 +276,13 @@ async def run_populate(work: Populate, request: Request) -> int:
     Cancellation:
         Felt within one chunk.
     """
-    if not work.total:
-        return 0
-    threads = _thread_count(request, work.total)
-    with Ticker(request.on_progress, lambda: work.done, work.total, what=request.allocation_name):
-        await run_all_through([work.work] * threads, name="populate")
+    threads = _thread_count(request, work.total) if work.total else 0
+    try:
+        if threads:
+            with Ticker(request.on_progress, lambda: work.done, work.total, what=request.allocation_name):
+                await run_all_through([work.work] * threads, name="populate")
+    finally:
+        work.close()
     return threads
 
 
@@ -279,22 +298,25 @@ def map_while_cheap(mapping: Mapping, stop: StopFlag) -> None:
         code = _libc.try_madvise(mapping.address + start, size, _libc.MADV_POPULATE_WRITE)
         if code or time.perf_counter() - began > size / _CHEAP_RATE:
             return
-        start, size = start + size, _LARGEST_CHUNK
+        start, size = start + size, _LARGEST_MAPPED_CHUNK
 
 
 def _thread_count(request: Request, total: int) -> int:
     """Return how many threads pay: not more than may run at once, ranks together, nor than there is work for."""
-    most = request.threads or min(usable_cpus(_cgroup.cpu_quota()) // (request.local_world_size or 1), _MOST_THREADS)
-    return max(1, min(most, -(-total // _LARGEST_CHUNK)))
+    pieces = -(-total // _LARGEST_MAPPED_CHUNK)
+    if pieces == 1 or request.threads:
+        return min(request.threads or 1, pieces)
+    ranks = request.local_world_size or 1
+    return min(pieces, _MOST_THREADS, max(1, usable_cpus(_cgroup.own_cpu_quota()) // ranks))
 
 
 @functools.cache
 def _warn_of_old_kernel(allocation_name: str) -> None:
-    _log.warning("%s: no MADV_POPULATE_WRITE (kernel older than 5.14): populating small pages", allocation_name)
+    log.warning("%s: no MADV_POPULATE_WRITE (kernel older than 5.14): populating small pages", allocation_name)
 
 
-def _adapt(length: int, seconds: float) -> int:
+def _adapt(length: int, seconds: float, largest: int) -> int:
     """Return the next chunk's size after one of `length` bytes took `seconds`: whole huge pages, no sudden growth."""
     wanted = int(length * _CHUNK_SECONDS / seconds) if seconds > 0 else length * 2
-    wanted = min(max(wanted, _SMALLEST_CHUNK), 2 * max(length, _SMALLEST_CHUNK), _LARGEST_CHUNK)
+    wanted = min(max(wanted, _SMALLEST_CHUNK), 2 * max(length, _SMALLEST_CHUNK), largest)
     return wanted // HUGE_PAGE * HUGE_PAGE

@@ -7,7 +7,6 @@ in the OOM killer, not in an error. Only the creator checks: a joiner would coun
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,13 +14,12 @@ from . import _cgroup, _host, _libc
 from ._cgroup import MemoryFigures, MemoryLevel
 from ._errors import InsufficientMemoryError, InsufficientSpaceError
 from ._host import FileSystem, HostMemory
+from ._log import log
 from ._request import Request
 from ._units import mib, mib_down, mib_up
 
 # Left to the process beside the region: its own heap goes on growing, and a cgroup is charged in batches.
 RESERVE = 8 << 20
-
-_log = logging.getLogger("aioshm")
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def _act_on(finding: Finding, request: Request) -> None:
         raise memory_error(request, finding)
     figures = finding.figures
     if finding.verdict == "fits":
-        _log.debug(
+        log.debug(
             "%s: %s MiB fit: %s MiB free in %s",
             request.allocation_name,
             mib_up(finding.required),
@@ -145,7 +143,7 @@ def _act_on(finding: Finding, request: Request) -> None:
             figures.level,
         )
         return
-    _log.warning(
+    log.warning(
         "%s: %s MiB required, %s in memory level %s: usage %s MiB, available %s MiB, limit %s MiB, remaining %s MiB",
         request.allocation_name,
         mib_up(finding.required),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ._log import log
+
 _INTERVAL = 0.1
-_log = logging.getLogger("aioshm")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ticker:
         try:
             self._callback(progress)
         except Exception:  # noqa: BLE001 - whatever the user's code raises
-            _log.exception("%s: on_progress raised and will not be called again", self._what)
+            log.exception("%s: on_progress raised and will not be called again", self._what)
             self._callback = None
 
 

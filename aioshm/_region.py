@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _views
 from ._errors import RegionClosedError
-from ._guard import Guard
+from ._guard import guard_for
+from ._log import log
 from ._mapping import Mapping
 from ._populate import Populate, run_populate
 from ._report import OpenReport
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import numpy
     import numpy.typing
     import torch
-
-_log = logging.getLogger("aioshm")
 
 
 class Region:
@@ -175,7 +173,7 @@ class Region:
             self._tenancy.seat.description.fd,
             span=span,
             collapse=self._request.huge_pages != "off",
-            guard=Guard(self._request) if self._request.memory_policy == "guard" else None,
+            guard=guard_for(self._request, mapping.page),
         )
         with self._tenancy.populating(work):
             await run_populate(work, self._request)
@@ -207,9 +205,9 @@ class Region:
 
     def _tell_closed(self) -> None:
         what = self._request.allocation_name
-        _log.info("%s: %s %s", what, "removed" if self._tenancy.removed else "released", self.path)
+        log.info("%s: %s %s", what, "removed" if self._tenancy.removed else "released", self.path)
         if self._mapping.still_mapped:
-            _log.warning(
+            log.warning(
                 "%s: %s MiB of %s stay mapped until the last view of them (memoryview, array or tensor) goes",
                 what,
                 mib(self._mapping.length),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import stat
 import time
@@ -27,10 +26,9 @@ from ._errors import (
     UnsupportedPlatformError,
 )
 from ._locks import BROKEN_BIT, GATE, READY_BIT, WORLD, Description, Range
+from ._log import log
 from ._request import Request
 from ._threads import run_regardless
-
-_log = logging.getLogger("aioshm")
 
 
 class _Look(Enum):
@@ -155,7 +153,7 @@ async def _enter(request: Request, file_size: int, removed: list[Description]) -
                 await asyncio.sleep(next(pauses))
                 look = _look(description, request, file_size)
             if look is _Look.CREATOR and not description.made:
-                _log.info("%s: took over %s, which its maker had left empty", request.allocation_name, request.path)
+                log.info("%s: took over %s, which its maker had left empty", request.allocation_name, request.path)
             if look in (_Look.CREATOR, _Look.JOINER):
                 kept, description = description, None
                 return Seat(
@@ -167,7 +165,7 @@ async def _enter(request: Request, file_size: int, removed: list[Description]) -
                 )
             if look is _Look.LEFTOVER:
                 recycled = True
-                _log.info("%s: removed %s, left by a process that died", request.allocation_name, request.path)
+                log.info("%s: removed %s, left by a process that died", request.allocation_name, request.path)
                 removed.append(description)
                 description = None
         except UnsupportedPlatformError:

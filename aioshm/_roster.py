@@ -166,10 +166,15 @@ class Roster:
         if status.st_mode & READY_BIT:
             return _State.RELEASED
         missing = tuple(rank for rank in self._others if rank not in self._pids)
+        self._check_arrival(missing)
         if lost:
             raise self._lost(lost, missing)
         if status.st_mode & BROKEN_BIT or status.st_nlink == 0:
             return self._look_at_ruins(missing)
+        return _State.COMPLETE if len(self._ready) == len(self._others) else _State.GATHERING
+
+    def _check_arrival(self, missing: tuple[int, ...]) -> None:
+        """Raise where ranks are missing and the time is up: that is the cause, also where peers gave up before us."""
         waited = time.monotonic() - self._started
         if missing and self._request.timeout is not None and waited > self._request.timeout:
             raise JoinTimeoutError(
@@ -179,7 +184,6 @@ class Roster:
                 missing=missing,
                 local_world_size=self._request.local_world_size,
             )
-        return _State.COMPLETE if len(self._ready) == len(self._others) else _State.GATHERING
 
     def _look_at_ruins(self, missing: tuple[int, ...]) -> _State:
         """The name is going or gone: find out whether by a releaser, by a rank that broke up, or by somebody outside.

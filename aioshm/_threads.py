@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
-import anyio
-
 T = TypeVar("T")
 
 
@@ -129,7 +127,7 @@ async def _outlast(done: asyncio.Event, cancelled: asyncio.CancelledError, handl
     seen = [cancelled]
     if isinstance(handled, asyncio.CancelledError):
         seen.insert(0, handled)
-    with anyio.CancelScope(shield=True):
+    with _shield():
         while not done.is_set():
             try:
                 await done.wait()
@@ -148,6 +146,18 @@ async def _outlast(done: asyncio.Event, cancelled: asyncio.CancelledError, handl
 def _is_of_a_scope(cancelled: asyncio.CancelledError) -> bool:
     """Whether anyio raised it; its message is the only mark (anyio/_backends/_asyncio.py: is_anyio_cancellation)."""
     return bool(cancelled.args) and "cancel scope" in str(cancelled.args[0])
+
+
+def _shield() -> contextlib.AbstractContextManager[object]:
+    """Return anyio's shield where one of its scopes can be around us: they need its backend, loaded before we waited.
+
+    Loading it only now would stop the loop for tens of milliseconds, at the moment somebody waits for us to be gone.
+    """
+    if "anyio._backends._asyncio" not in sys.modules:
+        return contextlib.nullcontext()
+    import anyio
+
+    return anyio.CancelScope(shield=True)
 
 
 class _Crew(Generic[T]):

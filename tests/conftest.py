@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import secrets
+import signal
 import subprocess
 import threading
 import time
@@ -29,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["AIOSHM_TEST_LOOP"] = config.getoption("--loop")  # the rank processes use the same
+    # A shell that starts the suite in the background has it ignore Ctrl-C, and what it starts would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:  # uvloop's first loop keeps a pipe for good
         runner.get_loop()
 

@@ -133,15 +133,17 @@ def test_missing_ranks_are_named_and_told_that_ranks_are_per_host(run, name, pat
         async with open_rank(name, index, 4, timeout=0.3):
             pytest.fail("ranks 1 and 3 never came")
 
-    first, *others = run(main())
-    assert isinstance(first, aioshm.JoinTimeoutError)
+    # The second may see the first give up a moment before its own time is up.
+    errors = run(main())
+    first = next(error for error in errors if isinstance(error, aioshm.JoinTimeoutError))
     assert isinstance(first, TimeoutError)
     assert first.missing == (1, 3)
     assert first.local_world_size == 4
     assert "Local ranks 1, 3 of 4 never came" in str(first)
     assert "Ranks are local" in str(first)
-    for other in others:
-        assert other.missing == (1, 3)
+    for error in errors:
+        assert isinstance(error, (aioshm.JoinTimeoutError, aioshm.PeerLostError))
+        assert error.missing == (1, 3)
     assert not path.exists()
 
 

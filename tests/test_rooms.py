@@ -15,7 +15,7 @@ PACKAGE = Path(aioshm.__file__).parent
 
 # As drawn in docs/design.md: a module imports from rooms below its own only.
 ROOMS = [
-    {"_backoff", "_libc", "_report", "_units"},
+    {"_backoff", "_libc", "_log", "_report", "_units"},
     {"_errors"},
     {"_cgroup", "_locks", "_mapping", "_progress", "_threads"},
     {"_host", "_request", "_views"},
