@@ -72,6 +72,23 @@ class Commands(MemoryCommands):
                 assert region.buffer[index] == index + 1
         return {"created": created}
 
+    async def cohort_rounds(self, name: str, size: int, count: int, rank: int, world: int) -> dict[str, Any]:
+        """Be one rank of a cohort, `count` times; write our share's first byte, and see everyone else's."""
+        rounds = []
+        share = size // world
+        for number in range(count):
+            async with aioshm.open_region(name, size, local_rank=rank, local_world_size=world, timeout=60) as region:
+                status = os.fstat(region._tenancy.seat.description.fd)
+                named = os.path.exists(region.path) and os.path.samestat(os.stat(region.path), status)
+                view = region.buffer
+                view[rank * share] = 1 + (number + rank) % 255
+                while (seen := [view[other * share] for other in range(world)]).count(0):  # noqa: ASYNC110 - other processes write
+                    await asyncio.sleep(0)
+                assert seen == [1 + (number + other) % 255 for other in range(world)]
+                del view
+            rounds.append({"created": region.created, "inode": status.st_ino, "named": named})
+        return {"rounds": rounds}
+
     async def hook(self, call: str, **arguments: Any) -> dict[str, Any]:
         """Call a function of `rank_hooks`."""
         answer: dict[str, Any] = await getattr(rank_hooks, call)(**arguments)
