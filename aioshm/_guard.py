@@ -1,14 +1,18 @@
 """The guard: before each chunk is populated, is there still memory for it? The error comes instead of the OOM kill.
 
 The preflight looks once; others take memory while hundreds of GiB are being populated, and limits move (a pod can be
-resized in place). Threads populate at the same time, so what they have in flight counts too.
+resized in place). Threads populate at the same time, so what they have in flight counts too. And giving back takes a
+while, in which others go on taking: where they are seen to, the guard stops that much earlier, or the OOM killer would
+come after all, and take the largest process, which is ours.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 
 from . import _cgroup, _host
@@ -17,22 +21,33 @@ from ._libc import PAGE
 from ._preflight import Finding, host_figures, judge_memory, memory_error, memory_required
 from ._request import Request
 
-# What seldom changes, or is seldom the tighter limit, is looked at in this interval: /proc/meminfo, which sums over all
+# Seconds between two looks at what seldom changes, or is seldom the tighter limit: /proc/meminfo, which sums over all
 # processors, and levels that have no limit.
 _INTERVAL = 0.02
+
+# Over how many seconds the taking of others is watched, from how many on it tells a rate, and how often it is noted.
+_WINDOW = 0.1
+_SHORTEST = 0.008
+_SPACING = 0.002
+
+# Seconds that giving back takes at the most: to notice and to start, and then per byte, of small pages.
+_BACK_SECONDS = 0.05
+_BACK_RATE = 10 << 30
 
 
 class Guard:
     """Admits chunks for as long as every memory level has room for them."""
 
-    def __init__(self, request: Request, levels: tuple[MemoryLevel, ...] | None = None) -> None:
-        """Open what is to be watched; `close` lets go of it."""
+    def __init__(self, request: Request, fd: int, levels: tuple[MemoryLevel, ...] | None = None) -> None:
+        """Open what is to be watched, `fd` is the region's file; `close` lets go of it."""
         self._request = request
-        # The other ranks populate at the same time, and what they have in flight is in no figure: taken for as much as
-        # ours.
+        self._fd = fd
+        # The other ranks populate at the same time, and what they have in flight is in no figure: each is taken to have
+        # as much as we.
         self._ranks = request.local_world_size or 1
         self._watches = [LevelWatch(level) for level in (_cgroup.own_memory_levels() if levels is None else levels)]
         self._limited = self._watches
+        self._takings = {watch: _Taking() for watch in self._watches}
         self._settled = threading.Condition()
         self._in_flight = 0
         self._due = 0.0
@@ -86,9 +101,24 @@ class Guard:
     def _find_short(self, length: int) -> Finding | None:
         required = memory_required((length + self._in_flight) * self._ranks)
         figures = self._look_around() if time.monotonic() >= self._due else []
-        close = tuple(watch.level for watch in self._limited if not _has_headroom(watch, required))
-        finding = judge_memory(required, _cgroup.read_figures(close, self._host_swap) + figures)
+        finding = judge_memory(required, figures)
+        region = os.fstat(self._fd).st_blocks * 512
+        for watch in self._limited:
+            if finding is not None and finding.verdict == "short":
+                return finding
+            needed = required + self._margin(watch, region)
+            if not _has_headroom(watch, needed):
+                finding = judge_memory(needed, _cgroup.read_figures((watch.level,), self._host_swap))
         return finding if finding is not None and finding.verdict == "short" else None
+
+    def _margin(self, watch: LevelWatch, region: int) -> int:
+        """Return the bytes that others will take from a level while we give ours back, going by what they do now."""
+        usage = watch.read_usage()
+        if usage is None:
+            return 0
+        # The region's pages are charged as they are made, by whatever rank: the rest of the usage is not ours.
+        rate = self._takings[watch].see(time.monotonic(), usage - region)
+        return int(rate * (_BACK_SECONDS + region / _BACK_RATE))
 
     def _look_around(self) -> list[MemoryFigures]:
         """Now and then: see which levels have a limit at all, for one may be set meanwhile, and read the host."""
@@ -101,12 +131,31 @@ class Guard:
         return [host_figures(memory)]
 
 
-def guard_for(request: Request, page: int) -> Guard | None:
+class _Taking:
+    """How fast others take memory from one level."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def see(self, now: float, others: int) -> float:
+        """Note what others have; return the most bytes per second that they took over any time until now, or 0.0.
+
+        Not the mean: who has just begun to take would look slow for as long as the window is.
+        """
+        while self._seen and now - self._seen[0][0] > _WINDOW:
+            self._seen.popleft()
+        rates = [(others - before) / (now - then) for then, before in self._seen if now - then >= _SHORTEST]
+        if not self._seen or now - self._seen[-1][0] >= _SPACING:
+            self._seen.append((now, others))
+        return max(0.0, *rates) if rates else 0.0
+
+
+def guard_for(request: Request, fd: int, page: int) -> Guard | None:
     """Return a guard where the request wants one and it has something to watch.
 
     hugetlb pages were taken out of the host's memory when their pool was made, and memory groups do not count them.
     """
-    return Guard(request) if request.memory_policy == "guard" and page == PAGE else None
+    return Guard(request, fd) if request.memory_policy == "guard" and page == PAGE else None
 
 
 def _has_headroom(watch: LevelWatch, required: int) -> bool:

@@ -32,7 +32,9 @@ MAP_ANONYMOUS = 0x20
 MAP_NORESERVE = 0x4000
 MAP_POPULATE = 0x8000
 
-_FALLOC_FL_KEEP_SIZE = 0x01  # linux/falloc.h
+# linux/falloc.h
+_FALLOC_FL_KEEP_SIZE = 0x01
+_FALLOC_FL_PUNCH_HOLE = 0x02
 
 # linux/magic.h
 TMPFS_MAGIC = 0x01021994
@@ -116,6 +118,16 @@ def fallocate(fd: int, offset: int, length: int) -> None:
     while _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, offset, length):
         if ctypes.get_errno() != errno.EINTR:
             raise _last_error("fallocate")
+
+
+def punch_hole(fd: int, offset: int, length: int) -> None:
+    """Free the file's pages in this range, mapped or not; it reads as zeros afterwards. See fallocate(2).
+
+    Raises:
+        OSError: As the kernel says.
+    """
+    if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, length):
+        raise _last_error("fallocate")
 
 
 def file_system_magic(path: str) -> int:

@@ -16,7 +16,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 
 from . import _cgroup, _libc
-from ._errors import HugePagesUnavailableError, InsufficientSpaceError
+from ._errors import HugePagesUnavailableError, InsufficientMemoryError, InsufficientSpaceError
 from ._guard import Guard
 from ._host import read_file_system, usable_cpus
 from ._libc import HUGE_PAGE, PAGE
@@ -40,6 +40,8 @@ _LARGEST_MAPPED_CHUNK = 32 * HUGE_PAGE
 # After so many chunks in a row without a huge page there are none to be had, and asking costs a compaction each time.
 _PATIENCE = 8
 
+_FREED_STEP = 8 * HUGE_PAGE
+
 # How often a call is repeated that was interrupted, or whose reason was gone when it was looked for.
 _TRIES = 100
 
@@ -57,7 +59,7 @@ class Populate:
         total: Bytes to populate, in whole pages.
         done: Bytes populated so far.
         huge: Of `done`, bytes known to be backed by huge pages.
-        knows_huge: Whether `huge` tells all: a joiner maps what is there, of whatever size.
+        knows_huge: Whether `huge` tells all; not where pages are taken as they come, by a joiner or without collapse.
         small_page_reason: Why not all of it is huge, as far as the kernel says.
     """
 
@@ -71,6 +73,7 @@ class Populate:
         collapse: bool,
         guard: Guard | None,
         present: bool = False,
+        relieve: bool = False,
     ) -> None:
         """Prepare; nothing is touched.
 
@@ -82,6 +85,9 @@ class Populate:
             collapse: Whether to make huge pages; otherwise what is there is mapped, and small pages fill the gaps.
             guard: Asked before each chunk, or None. Closed by `run_populate`.
             present: Whether another process populated it, so that it needs mapping only.
+            relieve: Whether to free the span where the guard says no, at once and in the thread that was told so; only
+                for who makes the region, and has shown it to nobody. Whoever else takes memory does not wait until
+                threads have ended and others have begun.
         """
         is_hugetlb = mapping.page > PAGE
         border = HUGE_PAGE if collapse and not is_hugetlb else mapping.page
@@ -98,6 +104,7 @@ class Populate:
         self._page = mapping.page
         self._next = 0
         self._guard = guard
+        self._relieve = relieve
         self._largest = _LARGEST_MAPPED_CHUNK if present else _LARGEST_CHUNK
         self._is_hugetlb = is_hugetlb
         self._collapse = collapse and not is_hugetlb
@@ -120,6 +127,15 @@ class Populate:
             HugePagesUnavailableError: Huge pages are required, and the kernel gave none.
             OSError: Whatever else the kernel says, such as ENOMEM or EHWPOISON.
         """
+        try:
+            self._populate_chunks(stop)
+        except InsufficientMemoryError:
+            stop.set()
+            if self._relieve:
+                self._free()
+            raise
+
+    def _populate_chunks(self, stop: StopFlag) -> None:
         size = _FIRST_CHUNK
         while not stop:
             chunk = self._take(size if self._guard is None else self._guard.fit(size, _SMALLEST_CHUNK))
@@ -136,6 +152,11 @@ class Populate:
             with self._lock:
                 self.done += len(chunk)
                 self.huge += huge
+
+    def _free(self) -> None:
+        """Free the span step by step from where populating has come to: somebody waits for the first of it."""
+        for start in reversed(range(0, self._next, _FREED_STEP)):
+            _libc.punch_hole(self._fd, self._offset + start, min(_FREED_STEP, self._next - start))
 
     def close(self) -> None:
         """Let go of what the guard watches. No thread may be at work any more."""
@@ -156,7 +177,8 @@ class Populate:
                 return range(0)
             start = self._next
             self._next = min(self.total, start + size)
-            self._inside += self._next > start
+            if self._next > start:
+                self._inside += 1
             return range(start, self._next)
 
     def _settle(self) -> None:
@@ -276,7 +298,7 @@ async def run_populate(work: Populate, request: Request) -> int:
     Cancellation:
         Felt within one chunk.
     """
-    threads = _thread_count(request, work.total) if work.total else 0
+    threads = thread_count(request, work.total) if work.total else 0
     try:
         if threads:
             with Ticker(request.on_progress, lambda: work.done, work.total, what=request.allocation_name):
@@ -301,7 +323,7 @@ def map_while_cheap(mapping: Mapping, stop: StopFlag) -> None:
         start, size = start + size, _LARGEST_MAPPED_CHUNK
 
 
-def _thread_count(request: Request, total: int) -> int:
+def thread_count(request: Request, total: int) -> int:
     """Return how many threads pay: not more than may run at once, ranks together, nor than there is work for."""
     pieces = -(-total // _LARGEST_MAPPED_CHUNK)
     if pieces == 1 or request.threads:

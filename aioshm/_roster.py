@@ -15,13 +15,13 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from ._backoff import backoff
+from ._cgroup import own_memory_levels
 from ._errors import JoinTimeoutError, PeerLostError, RankInUseError, RegionRemovedError
 from ._locks import BROKEN_BIT, CLAIM, PID, PID_BITS, READY, READY_BIT, RELEASE, Description, Range
 from ._request import Request
 
-# Between two looks while this rank is busy itself. A look costs about 1 us per rank.
+# Seconds between two looks while this rank is busy itself. A look costs about 1 us per rank.
 _WATCH_INTERVAL = 0.02
-
 
 T = TypeVar("T")
 
@@ -47,6 +47,8 @@ class Roster:
         self._request = request
         self._started = started
         self._others = [rank for rank in range(request.local_world_size) if rank != request.local_rank]
+        self._levels = own_memory_levels()
+        self._oom_kills = [level.read_oom_kills() for level in self._levels]
         self._pids: dict[int, int | None] = {}
         self._ready: set[int] = set()
 
@@ -137,7 +139,7 @@ class Roster:
             description.unlock(marks)
 
     def _pauses(self) -> Iterator[float]:
-        """Yield pauses that grow with the number of ranks: their looks would else add up to all the CPU there is."""
+        """Yield pauses that grow with the number of ranks: or their looks would add up to all the CPU there is."""
         for pause in backoff():
             yield max(pause, pause * self._request.local_world_size / 16)
 
@@ -227,4 +229,9 @@ class Roster:
             lost=tuple(lost),
             pids=tuple(self._pids[rank] for rank in lost),
             missing=missing,
+            oom_killed_in=tuple(
+                level.path
+                for level, before in zip(self._levels, self._oom_kills, strict=True)
+                if level.read_oom_kills() > before
+            ),
         )

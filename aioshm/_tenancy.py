@@ -6,11 +6,14 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from ._mapping import Mapping, unmap
+from ._locks import Description
+from ._mapping import Mapping, round_up, unmap
 from ._populate import Populate
 from ._rendezvous import Seat
 from ._roster import Roster
 from ._threads import run_regardless
+
+_STEP = 16 << 20
 
 
 class Tenancy:
@@ -79,11 +82,11 @@ class Tenancy:
     def _release(self) -> None:
         for populate in list(self._running):
             populate.abandon()
+        addresses = self.mapping.release() if self.mapping is not None else range(0)
         try:
-            if self.mapping is not None:
-                unmap(self.mapping.release())
             if self.seat.forming and not self._is_viewed():
-                os.ftruncate(self.seat.description.fd, 0)
+                _empty(self.seat.description)
+            unmap(addresses)
         finally:
             try:
                 if self.seat.forming:
@@ -93,3 +96,16 @@ class Tenancy:
 
     def _is_viewed(self) -> bool:
         return self.mapping is not None and self.mapping.still_mapped
+
+
+def _empty(description: Description) -> None:
+    """Free a file's pages, from its end and step by step: where memory is short, somebody waits for the first of them.
+
+    Before they are unmapped: that alone frees nothing, and takes as long.
+    """
+    status = description.status()
+    # In whole pages (inode(7), st_blksize), or hugetlbfs refuses; not for ever, where a huge file was never populated.
+    step = round_up(max(_STEP, status.st_size >> 16), status.st_blksize)
+    for end in range(status.st_size - step, 0, -step):
+        os.ftruncate(description.fd, end)
+    os.ftruncate(description.fd, 0)

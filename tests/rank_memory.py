@@ -40,8 +40,10 @@ class MemoryCommands:
         os.setresuid(user, user, user)
         return {"euid": os.geteuid()}
 
-    async def try_open(self, name: str, size: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Open; say what came of it and how many seconds it took."""
+    async def try_open(
+        self, name: str, size: int, options: dict[str, Any], then_stop: int | None = None
+    ) -> dict[str, Any]:
+        """Open; say what came of it and how many seconds it took. Stop process `then_stop` as soon as it is open."""
         started = time.monotonic()
         try:
             await self.open(name, size, options)  # type: ignore[attr-defined]  # Commands has it
@@ -53,7 +55,13 @@ class MemoryCommands:
                 "facts": dict(vars(error)),
                 "seconds": seconds,
             }
+        if then_stop is not None:
+            os.kill(then_stop, signal.SIGSTOP)
         return {"outcome": "open", "seconds": time.monotonic() - started}
+
+    async def preflight(self, size: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Ask whether it would fit."""
+        return {"report": (await aioshm.preflight(size, **options)).to_dict()}
 
     async def populate(self, offset: int, length: int) -> dict[str, Any]:
         """Populate a part of the region that is open."""
