@@ -1,7 +1,7 @@
-"""The asyncio-native allocation of host memory that many processes share.
+"""Asyncio-native allocation of host memory that many processes share.
 
 Everything public is here; modules with an underscore are not. Names are loaded when they are first used, so that
-`import aioshm` costs less than what a program that only names it in an annotation would mind.
+`import aioshm` costs next to nothing where it is only named in an annotation.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from ._layout import BlockLayout as BlockLayout
     from ._loading import load_from as load_from
     from ._open import open_region as open_region
+    from ._picture import DirectoryReport as DirectoryReport
+    from ._picture import HugePagesReport as HugePagesReport
+    from ._picture import MemoryLevelReport as MemoryLevelReport
+    from ._picture import PreflightReport as PreflightReport
+    from ._picture import preflight as preflight
     from ._progress import Progress as Progress
     from ._region import Region as Region
     from ._report import OpenReport as OpenReport
@@ -40,12 +45,16 @@ __all__ = [
     "BlockLayout",
     "Cohort",
     "CohortEnvironmentError",
+    "DirectoryReport",
+    "HugePagesReport",
     "HugePagesUnavailableError",
     "InsufficientMemoryError",
     "InsufficientSpaceError",
     "JoinTimeoutError",
+    "MemoryLevelReport",
     "OpenReport",
     "PeerLostError",
+    "PreflightReport",
     "Progress",
     "RankInUseError",
     "Region",
@@ -58,6 +67,7 @@ __all__ = [
     "UnsupportedPlatformError",
     "load_from",
     "open_region",
+    "preflight",
 ]
 
 __version__ = "0.1.0"
@@ -66,11 +76,16 @@ _HOMES = {
     "BlockCursor": "_columns",
     "BlockLayout": "_layout",
     "Cohort": "_cohort",
+    "DirectoryReport": "_picture",
+    "HugePagesReport": "_picture",
+    "MemoryLevelReport": "_picture",
     "OpenReport": "_report",
+    "PreflightReport": "_picture",
     "Progress": "_progress",
     "Region": "_region",
     "load_from": "_loading",
     "open_region": "_open",
+    "preflight": "_picture",
 }
 
 

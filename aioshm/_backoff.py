@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+# Seconds.
 SHORTEST = 0.0005
 LONGEST = 0.020
 _GROWTH = 1.6
@@ -13,9 +14,9 @@ _GROWTH = 1.6
 def backoff() -> Iterator[float]:
     """Yield seconds to sleep, without end.
 
-    Starts at 0.5 ms, so that a race among ranks that start together is over at once; grows to 20 ms, so
-    that waiting for minutes costs next to nothing. Each pause is shortened at random by up to
-    half: ranks that started in step would otherwise keep meeting at the lock.
+    Starts at 0.5 ms, so that a race among ranks that start together is over at once; grows to 20 ms, so that waiting
+    for minutes costs next to nothing. Each pause is shortened at random by up to half: ranks that started in step would
+    otherwise keep meeting at the lock.
     """
     pause = SHORTEST
     while True:

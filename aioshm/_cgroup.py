@@ -11,13 +11,15 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 # A v1 group without a limit shows LONG_MAX rounded down to a page (mm/page_counter.c, PAGE_COUNTER_MAX).
 _V1_UNLIMITED = 1 << 62
 
-_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
+# memory.high does not kill: it slows down whoever is above it, so much that a populate would hardly ever end.
+_LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
+_EVENTS = {1: "memory.oom_control", 2: "memory.events"}
 _USAGE = {1: "memory.usage_in_bytes", 2: "memory.current"}
 
 
@@ -34,8 +36,8 @@ class MemoryLevel:
     version: int
 
     def read_limit(self) -> int | None:
-        """Return the limit in bytes, or None where there is none or it cannot be read."""
-        return _limit(_read(os.path.join(self.path, _LIMIT[self.version])))
+        """Return the limit in bytes, in v2 the lower of memory.max and memory.high; None: none, or unreadable."""
+        return _lowest(_read(os.path.join(self.path, name)) for name in _LIMITS[self.version])
 
     def read_usage(self) -> int | None:
         """Return the bytes charged to the group and the groups below it; None where it cannot be read."""
@@ -49,6 +51,14 @@ class MemoryLevel:
         """
         return _reclaimable(_read(os.path.join(self.path, "memory.stat")) or "", self.version)
 
+    def read_oom_kills(self) -> int:
+        """Return how many processes the OOM killer has taken here, in v2 in the groups below too; 0: unreadable."""
+        for line in (_read(os.path.join(self.path, _EVENTS[self.version])) or "").splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return _number(value) or 0
+        return 0
+
     def read_swap(self, host_swap: int) -> int:
         """Return the bytes the group may still swap out, at most the host's free swap.
 
@@ -58,9 +68,7 @@ class MemoryLevel:
         if host_swap <= 0:
             return 0
         if self.version == 2:
-            limit = _limit(_read(os.path.join(self.path, "memory.swap.max")))
-            used = _number(_read(os.path.join(self.path, "memory.swap.current"))) or 0
-            return host_swap if limit is None else min(host_swap, max(0, limit - used))
+            return self._read_swap_left(host_swap)
         both = _limit(_read(os.path.join(self.path, "memory.memsw.limit_in_bytes")))
         used = _number(_read(os.path.join(self.path, "memory.memsw.usage_in_bytes"))) or 0
         memory, usage = self.read_limit(), self.read_usage()
@@ -68,18 +76,29 @@ class MemoryLevel:
             return host_swap
         return min(host_swap, max(0, (both - used) - max(0, memory - usage)))
 
+    def _read_swap_left(self, host_swap: int) -> int:
+        """Return the least that a v2 swap limit leaves: one above holds too, where no memory limit need stand by it."""
+        left, path = host_swap, self.path
+        while (text := _read(os.path.join(path, "memory.swap.max"))) is not None:
+            limit = _limit(text)
+            if limit is not None:
+                used = _number(_read(os.path.join(path, "memory.swap.current"))) or 0
+                left = min(left, max(0, limit - used))
+            path = os.path.dirname(path)  # the root of the tree has no such file
+        return left
+
 
 class LevelWatch:
     """The limit and the usage of one level, read again and again through files that stay open: a tenth of the cost."""
 
     def __init__(self, level: MemoryLevel) -> None:
         self.level = level
-        self._limit_fd = _open(os.path.join(level.path, _LIMIT[level.version]))
+        self._limit_fds = [_open(os.path.join(level.path, name)) for name in _LIMITS[level.version]]
         self._usage_fd = _open(os.path.join(level.path, _USAGE[level.version]))
 
     def read_limit(self) -> int | None:
-        """Return the limit in bytes, or None where there is none or it cannot be read."""
-        return _limit(_read_again(self._limit_fd))
+        """Return the limit in bytes, as `MemoryLevel.read_limit`."""
+        return _lowest(map(_read_again, self._limit_fds))
 
     def read_usage(self) -> int | None:
         """Return the bytes charged to the group and the groups below it; None where it cannot be read."""
@@ -87,10 +106,10 @@ class LevelWatch:
 
     def close(self) -> None:
         """Close the files; twice is fine."""
-        for fd in (self._limit_fd, self._usage_fd):
+        for fd in (*self._limit_fds, self._usage_fd):
             if fd is not None:
                 os.close(fd)
-        self._limit_fd = self._usage_fd = None
+        self._limit_fds, self._usage_fd = [], None
 
 
 @dataclass(frozen=True)
@@ -209,7 +228,7 @@ def _mount(lines: list[str], controller: str, version: int, own: str) -> tuple[s
             continue
         kind = details[0]
         if (kind == "cgroup2") if version == 2 else (kind == "cgroup" and controller in details[2].split(",")):
-            found.append((_unescape(fields[3]), _unescape(fields[4])))
+            found.append((unescape(fields[3]), unescape(fields[4])))
     return min(found, key=lambda mount: (not _is_below(own, mount[0]), len(mount[0])), default=None)
 
 
@@ -231,7 +250,7 @@ def _climb(own: str, mounted_root: str, mount_point: str) -> Iterator[str]:
         yield "/".join([mount_point.rstrip("/"), *parts[:depth]]) or "/"
 
 
-def _unescape(field: str) -> str:
+def unescape(field: str) -> str:
     """Undo the octal escapes of mountinfo: space, tab, newline, backslash."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
@@ -271,6 +290,10 @@ def _number(text: str | None) -> int | None:
 def _limit(text: str | None) -> int | None:
     limit = _number(text)  # "max" is no number, and no limit
     return limit if limit is not None and 0 <= limit < _V1_UNLIMITED else None
+
+
+def _lowest(texts: Iterable[str | None]) -> int | None:
+    return min((limit for limit in map(_limit, texts) if limit is not None), default=None)
 
 
 def _reclaimable(stat: str, version: int) -> int:

@@ -107,7 +107,7 @@ class Cohort:
         Raises:
             CohortEnvironmentError: No launcher set any, one is missing or no number, or they contradict each other:
                 within one launcher; torchrun and mpirun where both started several processes here, so that either
-                may be the inner one; or a LOCAL_RANK that somebody else than torchrun set.
+                may be the inner one; or a LOCAL_RANK that torchrun did not set.
         """
         variables = {name: value for name, value in (os.environ if environ is None else environ).items() if value}
         torchrun, open_mpi = _read_torchrun(variables), _read_open_mpi(variables)
@@ -141,7 +141,10 @@ Cohort.__module__ = "aioshm"
 
 
 def _read_torchrun(variables: Mapping[str, str]) -> Cohort | None:
-    """https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables."""
+    """Read torchrun's variables; None: it did not start this process.
+
+    https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
     if "TORCHELASTIC_RUN_ID" not in variables:
         return None
     read = _Reader("torchrun", variables)
@@ -168,7 +171,9 @@ def _read_torchrun(variables: Mapping[str, str]) -> Cohort | None:
 
 
 def _read_open_mpi(variables: Mapping[str, str]) -> Cohort | None:
-    """https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html.
+    """Read Open MPI's variables; None: it did not start this process.
+
+    https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
 
     OMPI_COMM_WORLD_NODE_RANK is no node's index, but a rank on this node counted over all jobs. Local ranks are by
     host, so the host's name is the node's: containers that share a directory are told apart. PMIx sets it, and the
@@ -187,7 +192,9 @@ def _read_open_mpi(variables: Mapping[str, str]) -> Cohort | None:
 
 
 def _read_slurm(variables: Mapping[str, str]) -> Cohort | None:
-    """https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
+    """Read Slurm's variables; None: this process is no task of srun.
+
+    https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 
     SLURM_LOCALID alone means nothing: the job's script has one too (0). A step is what srun makes.
     """

@@ -81,7 +81,7 @@ class BlockCursor:
 
         Raises:
             TypeError: An argument has the wrong type.
-            ValueError: The blocks have not so many bytes left, or the dtype is wider than a byte.
+            ValueError: The blocks have fewer bytes left, or the dtype is wider than a byte.
             RegionClosedError: The region was closed.
             ImportError: torch is not installed (`pip install 'aioshm[torch]'`). After any of them the cursor is where
                 it was.

@@ -24,14 +24,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._files import sweep_command
 from ._units import mib, mib_down, mib_up
 
 
 class AioshmError(RuntimeError):
-    """The root of every error that aioshm raises on purpose.
+    """The root of every error that aioshm raises on purpose: catch it to handle all of them.
 
-    Catch it to handle all of them. Whatever raised it, nothing of the failed call is left: no
-    name in the directory, no memory, no descriptor, no thread.
+    An `open_region` that raises leaves nothing: no name in the directory, no memory, no descriptor, no thread. What
+    another call leaves is said where it is documented.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -48,19 +49,29 @@ class InsufficientSpaceError(AioshmError):
         required: Bytes still needed.
         available: Bytes free when it was looked at.
         hint: What the caller wanted its users to be told, or None.
+        reclaimable_leftovers: Bytes that regions of this user's dead processes take there.
     """
 
     def __init__(
-        self, *, allocation_name: str, directory: str, required: int, available: int, hint: str | None = None
+        self,
+        *,
+        allocation_name: str,
+        directory: str,
+        required: int,
+        available: int,
+        hint: str | None = None,
+        reclaimable_leftovers: int = 0,
     ) -> None:
         self.allocation_name = allocation_name
         self.directory = directory
         self.required = required
         self.available = available
         self.hint = hint
+        self.reclaimable_leftovers = reclaimable_leftovers
         super().__init__(
             f"Insufficient space in {directory} for {allocation_name}: {mib_up(required)} MiB required, "
-            f"{mib_down(available)} MiB free ({mib_up(required - available)} MiB short). Increase {directory} "
+            f"{mib_down(available)} MiB free ({mib_up(required - available)} MiB short)."
+            f"{_leftovers(reclaimable_leftovers, directory)} Increase {directory} "
             "(e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory)." + _tail(hint)
         )
 
@@ -146,8 +157,8 @@ class JoinTimeoutError(AioshmError, TimeoutError):
         name: The region's name.
         path: Its file.
         waited: Seconds waited.
-        missing: The local ranks that never came; empty without a cohort.
-        local_world_size: How many ranks there should be; None without a cohort.
+        missing: The local ranks that never came; empty where nobody was at work on the region instead.
+        local_world_size: How many ranks there should be; None where `missing` is empty.
     """
 
     def __init__(
@@ -187,22 +198,35 @@ class PeerLostError(AioshmError):
         lost: The local ranks that went, in order.
         pids: Their process ids, in the same order, as they are in their own pid namespace; None where unknown.
         missing: The local ranks that had not come by then.
+        oom_killed_in: The memory cgroups in which the OOM killer took a process meanwhile.
     """
 
     def __init__(
-        self, *, name: str, lost: tuple[int, ...], pids: tuple[int | None, ...], missing: tuple[int, ...] = ()
+        self,
+        *,
+        name: str,
+        lost: tuple[int, ...],
+        pids: tuple[int | None, ...],
+        missing: tuple[int, ...] = (),
+        oom_killed_in: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.lost = lost
         self.pids = pids
         self.missing = missing
+        self.oom_killed_in = oom_killed_in
         gone = ", ".join(
             f"rank {rank}" + (f" (pid {pid})" if pid is not None else "") for rank, pid in zip(lost, pids, strict=True)
         )
         absent = f" {_ranks(missing).capitalize()} had never come." if missing else ""
+        cause = (
+            f" Meanwhile the OOM killer took a process: oom_kill rose in {', '.join(oom_killed_in)}. Raise that memory "
+            "limit, or ask for less."
+            if oom_killed_in
+            else " See that rank's own error or log, then start all ranks again."
+        )
         super().__init__(
-            f"Region {name!r} cannot become ready: {gone} went away while it was being made.{absent} See that rank's "
-            "own error or log (exit by signal 9 is often the OOM killer: dmesg), then start all ranks again."
+            f"Region {name!r} cannot become ready: {gone} went away while it was being made.{absent}{cause}"
         )
 
 
@@ -357,6 +381,12 @@ class UnsupportedPlatformError(AioshmError):
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"local rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _leftovers(size: int, directory: str) -> str:
+    if mib_down(size) == "0.0":
+        return ""
+    return f" Leftovers of dead processes take {mib_down(size)} MiB of it: `{sweep_command(directory)}` frees them."
 
 
 def _tail(hint: str | None) -> str:

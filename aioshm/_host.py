@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 from . import _libc
+from ._cgroup import unescape
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,59 @@ class FileSystem:
     """
 
     directory: str
-    kind: str
+    kind: Literal["tmpfs", "hugetlbfs", "other"]
     page: int
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Mount:
+    """The mount that a directory stands on.
+
+    Attributes:
+        point: Where it is mounted.
+        options: The options of its file system, such as `("rw", "size=65536k", "huge=never")`.
+    """
+
+    point: str
+    options: tuple[str, ...]
+
+    def find(self, option: str) -> str | None:
+        """Return the value of an option; None where it is not among them."""
+        values = (text.partition("=")[2] for text in self.options if text.startswith(option + "="))
+        return next(values, None)
+
+
+@dataclass(frozen=True)
+class HugePagePool:
+    """The hugetlb pages of one size: see the kernel's admin-guide/mm/hugetlbpage.rst.
+
+    Attributes:
+        page: Bytes of each.
+        free: Pages that are not in use.
+        reserved: Of the free, pages promised to mappings.
+        overcommit: Pages that may be made on demand beside the pool.
+        surplus: Pages that were made so.
+    """
+
+    page: int
+    free: int
+    reserved: int
+    overcommit: int
+    surplus: int
+
+    @property
+    def available(self) -> int:
+        """Bytes that can still be had: what is free and not promised, and what may still be made on demand."""
+        return max(0, self.free - self.reserved + max(0, self.overcommit - self.surplus)) * self.page
+
+
+@dataclass(frozen=True)
+class Node:
+    """One NUMA node and its memory, in bytes."""
+
+    number: int
     total: int
     free: int
 
@@ -66,7 +120,7 @@ def read_file_system(directory: str) -> FileSystem:
         OSError: As the kernel says: it is missing, or cannot be searched.
     """
     magic = _libc.file_system_magic(directory)
-    kinds = {_libc.TMPFS_MAGIC: "tmpfs", _libc.HUGETLBFS_MAGIC: "hugetlbfs"}
+    kinds: dict[int, Literal["tmpfs", "hugetlbfs"]] = {_libc.TMPFS_MAGIC: "tmpfs", _libc.HUGETLBFS_MAGIC: "hugetlbfs"}
     figures = os.statvfs(directory)
     return FileSystem(
         directory=directory,
@@ -80,9 +134,14 @@ def read_file_system(directory: str) -> FileSystem:
 def read_huge_page_pool(page: int, root: str = "/") -> int | None:
     """Return the bytes that hugetlb pages of `page` bytes can still give; None where it cannot be read.
 
-    Free pages less those promised to mappings (reserved), plus the surplus that may still be made on demand. See the
-    kernel's admin-guide/mm/hugetlbpage.rst. A hugetlbfs without `size=` has no figures of its own.
+    A hugetlbfs without `size=` has no figures of its own.
     """
+    pool = read_pool(page, root)
+    return None if pool is None else pool.available
+
+
+def read_pool(page: int, root: str = "/") -> HugePagePool | None:
+    """Read the pool of hugetlb pages of `page` bytes; None where there is none, or it cannot be read."""
     pool = os.path.join(root, f"sys/kernel/mm/hugepages/hugepages-{page // 1024}kB")
     try:
         free, reserved, overcommit, surplus = (
@@ -91,7 +150,76 @@ def read_huge_page_pool(page: int, root: str = "/") -> int | None:
         )
     except (OSError, ValueError):
         return None
-    return max(0, free - reserved + max(0, overcommit - surplus)) * page
+    return HugePagePool(page, free, reserved, overcommit, surplus)
+
+
+def read_shmem_enabled(root: str = "/") -> str | None:
+    """Return the word that `shmem_enabled` is set to, such as `"never"`; None where it cannot be read.
+
+    For mounts of their own, such as /dev/shm, it decides only where it is `"deny"` or `"force"`; otherwise the mount's
+    own `huge=` counts. See the kernel's admin-guide/mm/transhuge.rst.
+    """
+    try:
+        with open(os.path.join(root, "sys/kernel/mm/transparent_hugepage/shmem_enabled"), encoding="ascii") as file:
+            chosen = re.search(r"\[(\w+)\]", file.read())
+    except (OSError, ValueError):
+        return None
+    return chosen[1] if chosen else None
+
+
+def read_mount(directory: str, root: str = "/") -> Mount | None:
+    """Return the mount that `directory` stands on; None where it cannot be told.
+
+    By its number, which the kernel tells of an open file (proc(5), fdinfo): a path may be mounted over.
+    """
+    try:
+        fd = os.open(directory, getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
+                numbers = [line.split()[1] for line in lines if line.startswith("mnt_id:")]
+        finally:
+            os.close(fd)
+        with open(
+            os.path.join(root, "proc/self/mountinfo"), encoding="utf-8", errors="surrogateescape", newline="\n"
+        ) as file:
+            text = file.read()
+    except (OSError, ValueError, LookupError):
+        return None
+    return find_mount(text, numbers[0]) if numbers else None
+
+
+def find_mount(mountinfo: str, number: str) -> Mount | None:
+    """Return the mount of this number from the text of a mountinfo file (proc(5)), or None."""
+    for line in mountinfo.split("\n"):
+        before, _, after = line.partition(" - ")
+        fields, details = before.split(" "), after.split(" ")
+        if fields[0] == number and len(fields) > 4 and len(details) > 2:
+            return Mount(unescape(fields[4]), tuple(details[2].split(",")))
+    return None
+
+
+def read_nodes(root: str = "/") -> tuple[Node, ...]:
+    """Read the NUMA nodes that have memory, in order; none where the kernel was built without NUMA."""
+    where = os.path.join(root, "sys/devices/system/node")
+    try:
+        numbers = sorted(int(name[4:]) for name in os.listdir(where) if re.fullmatch(r"node\d+", name))
+    except OSError:
+        return ()
+    nodes = (_read_node(where, number) for number in numbers)
+    return tuple(node for node in nodes if node is not None and node.total)
+
+
+def _read_node(where: str, number: int) -> Node | None:
+    figures: dict[str, int] = {}
+    try:
+        with open(os.path.join(where, f"node{number}/meminfo"), encoding="ascii") as lines:
+            for line in lines:
+                fields = line.split()  # Node 0 MemTotal: 16000000 kB
+                if fields[2:3] in (["MemTotal:"], ["MemFree:"]):
+                    figures[fields[2]] = int(fields[3]) * 1024
+        return Node(number, figures["MemTotal:"], figures["MemFree:"])
+    except (OSError, ValueError, LookupError):
+        return None
 
 
 def usable_cpus(quota: float | None) -> int:

@@ -29,11 +29,11 @@ class BlockLayout:
         "rank-major"       w0b0 w0b1 w0b2 … | w1b0 w1b1 w1b2 … |
         "row-interleaved"  w0b0 w1b0 … | w0b1 w1b1 … | w0b2 w1b2 … |
 
-    In rank-major order a rank is one contiguous span, which can be bound to its NUMA node and pinned by itself. Where
-    the ranks are equal and those of the cohort, the region has just `size` bytes, and the spans are whole 2 MiB
-    (`alignment=2 << 20` sees to it; in a hugetlbfs directory its page, if that is larger), the spans are exactly the
-    shares that the ranks populate; otherwise borders differ. In row-interleaved order a block is one row, with the
-    ranks side by side: what goes to disk or over a wire in one piece.
+    In rank-major order a rank is one contiguous span, which can be bound to its NUMA node and pinned by itself. The
+    spans are exactly the shares that the ranks populate where the ranks are equal and those of the cohort, the region
+    has just `size` bytes, and the spans are whole huge pages (`alignment=2 << 20` sees to it, or a hugetlbfs
+    directory's page size where that is larger); otherwise borders differ. In row-interleaved order a block is one row,
+    with the ranks side by side: what goes to disk or over a wire in one piece.
 
     A layout is an immutable value: equal ones hash alike, and it pickles. Its ranks need not be all of the cohort's: a
     scheduler that maps the region may be the cohort's last rank, and none of the layout's. All processes must use
@@ -43,7 +43,8 @@ class BlockLayout:
         num_blocks: How many blocks there are.
         bytes_per_block: Bytes of one cell, for each rank.
         order: `"rank-major"` or `"row-interleaved"`.
-        alignment: Bytes that what the bars above end is padded to: rank spans, or rows. Cells are not padded.
+        alignment: Bytes to whose multiples rank spans (rank-major) or rows are padded, at the bars above. Cells are
+            not padded.
 
     Example:
         ```python
@@ -111,17 +112,21 @@ class BlockLayout:
         return round_up(sum(self.bytes_per_block), self.alignment)
 
     def rank_offset(self, rank: int) -> int:
-        """Return the byte of the region at which the rank's first cell begins."""
+        """Return the byte of the region at which the rank's first cell begins; ValueError: there is no such rank."""
         before = self.bytes_per_block[: self._rank(rank)]
         return sum(map(self._span_bytes, before)) if self.order == "rank-major" else sum(before)
 
     def block_stride(self, rank: int) -> int:
-        """Return the bytes from one cell of the rank to its next."""
+        """Return the bytes from one cell of the rank to its next; ValueError: there is no such rank."""
         width = self.bytes_per_block[self._rank(rank)]
         return width if self.order == "rank-major" else self.row_bytes
 
     def cell(self, rank: int, block: int) -> range:
-        """Return the bytes of the region that are the rank's part of the block."""
+        """Return the bytes of the region that are the rank's part of the block.
+
+        Raises:
+            ValueError: There is no such rank or block.
+        """
         number = check_index("block", block)
         if not 0 <= number < self.num_blocks:
             raise ValueError(f"block must be 0 to {self.num_blocks - 1} in this layout, not {number}")
@@ -133,6 +138,9 @@ class BlockLayout:
 
         In rank-major order the span ends where the next rank's begins, its padding included: the spans lie end to end
         and fill `size`. In row-interleaved order every rank is in every row, and the span is all of `size` for each.
+
+        Raises:
+            ValueError: There is no such rank.
         """
         start = self.rank_offset(rank)
         if self.order == "rank-major":
@@ -253,6 +261,9 @@ class BlockLayout:
 
     def canonical_cursor(self, region: Region) -> BlockCursor:
         """Return what deals out whole rows piece by piece: the same views for every rank that takes the same widths.
+
+        Args:
+            region: Where the blocks are, of at least `size` bytes.
 
         Raises:
             ValueError: The region is too small, or the order is rank-major, which has no rows.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import operator
 import os
 import stat
 import time
@@ -19,6 +18,7 @@ from ._host import read_file_system
 from ._log import log
 from ._preflight import check_space
 from ._progress import Progress, Ticker
+from ._request import check_index
 from ._threads import run_regardless, run_through
 from ._units import mib
 
@@ -217,12 +217,7 @@ def _check_path(path: object) -> str:
 
 
 def _check_bytes(field: str, value: object) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]  # what is no integer raises TypeError: that is the check
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{field} must be an int, not {type(value).__name__}")
+    number = check_index(field, value)
     if number < 0:
         raise ValueError(f"{field} must not be negative, and is {number}")
     return number

@@ -32,6 +32,7 @@ import struct
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Literal
 
 from ._errors import UnsupportedPlatformError
 
@@ -88,11 +89,14 @@ class Description:
 
     fd = -1
 
-    def __init__(self, path: str, flags: int, mode: int = 0o600) -> None:
-        """Open `path`; see open(2). Raises OSError as the kernel says."""
+    def __init__(self, path: str, flags: int, mode: int = 0o600, *, access: int = os.O_RDWR) -> None:
+        """Open `path`; see open(2). Raises OSError as the kernel says.
+
+        With `access=os.O_RDONLY` it can look at the table, but hold nothing exclusively.
+        """
         self.made = bool(flags & os.O_EXCL)
         with _fork_lock:
-            self.fd = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            self.fd = os.open(path, flags | access | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             _open_descriptions.add(self)
 
     @property
@@ -163,9 +167,23 @@ class Description:
 
         None where nobody holds any. Of several, which one is the kernel's choice: it looks by holder, not by place.
         """
+        kind, start = self._ask(what)
+        return None if kind == fcntl.F_UNLCK else max(0, start - what.start)
+
+    def how_held(self, what: Range) -> Literal["shared", "exclusive"] | None:
+        """Return how somebody else holds the single byte `what`; None where nobody does.
+
+        For onlookers, who must not even try a lock. A shared GATE held for a moment only would make the last one out
+        fail to get it exclusively, and go without removing the name.
+        """
+        kind, _ = self._ask(what)
+        return {fcntl.F_RDLCK: "shared", fcntl.F_WRLCK: "exclusive"}.get(kind)  # type: ignore[return-value]  # literals
+
+    def _ask(self, what: Range) -> tuple[int, int]:
+        """Return the kind of a lock that would be in the way of an exclusive one, and its start; it takes none."""
         question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, what.start, what.length, 0)
         kind, _, start, _, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, question))
-        return None if kind == fcntl.F_UNLCK else max(0, start - what.start)
+        return kind, start
 
     def _try_lock(self, kind: int, what: Range) -> bool:
         request = _FLOCK.pack(kind, os.SEEK_SET, what.start, what.length, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -10,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from . import _libc, _preflight
-from ._errors import UnsuitableDirectoryError, UnsupportedPlatformError
+from ._errors import InsufficientSpaceError
 from ._guard import guard_for
-from ._host import FileSystem, read_file_system
+from ._host import read_file_system
 from ._log import log
 from ._mapping import Mapping, round_up
 from ._populate import Populate, map_while_cheap, run_populate
@@ -69,15 +70,18 @@ def open_region(
             (None: for ever). It never bounds the work of a living process: one that populates is waited for as long
             as it lives.
         populate: Whether to make it resident and mapped: all of it, in a cohort at least this rank's share, a
-            contiguous part. With False pages come at first touch, and where
-            there is no room then, SIGBUS or the OOM killer answers instead of an error.
-        huge_pages: `"try"` takes what the kernel gives, `"require"` raises where the maker gets small pages (but for an
-            end of less than 2 MiB), `"off"` does not ask. A hugetlbfs directory has its own page size in any case.
-        threads: Threads that populate in this process; None: what the affinity mask and the CPU quota allow.
+            contiguous part. With False pages come at first touch, and where there is no room then, SIGBUS or the OOM
+            killer answers instead of an error.
+        huge_pages: `"try"` takes what the kernel gives, `"require"` raises where the creator, or any rank of a cohort,
+            gets small pages (but for an end of less than 2 MiB), `"off"` does not ask. A hugetlbfs directory has its
+            own page size in any case.
+        threads: Threads that populate in this process; None: what the affinity mask and the CPU quota allow, divided
+            among the ranks of a cohort.
         memory_policy: What to do where the memory cgroups or the host have no room: `"guard"` raises before
             the OOM killer comes, and looks again before each chunk; `"warn"` only logs; `"ignore"` does not look.
         initialize: Awaited with the region by its creator only, when all of it is populated and before anybody else
-            gets it. What it raises comes out of the creator's call; other ranks get PeerLostError.
+            gets it. What it raises comes out of the creator's call. The other ranks of a cohort then get PeerLostError;
+            without one, the next of those who wait becomes the creator.
         on_progress: Called on the loop a few times a second while populating.
 
     Returns:
@@ -164,7 +168,7 @@ async def _open(request: Request) -> Region:
 
 
 async def _open_once(request: Request, clock: _Clock) -> Region:
-    file_system = _check_directory(request.directory)
+    file_system = _preflight.read_place(request.directory)
     # tmpfs keeps the exact size; hugetlbfs refuses to be sized to anything but whole pages.
     file_size = round_up(request.size, file_system.page if file_system.kind == "hugetlbfs" else 1)
     seat = await enter(request, file_size)
@@ -177,7 +181,7 @@ async def _open_once(request: Request, clock: _Clock) -> Region:
             if roster is not None:
                 seat.let_in()
         clock.lap("preflight")
-        tenancy.mapping = mapping = Mapping(seat.description.fd, size=request.size, page=file_system.page)
+        tenancy.mapping = mapping = _map(request, seat, file_system.page)
         region = Region(request, tenancy, mapping)
         work = _plan(request, seat, mapping)
         threads = await _watched(roster, lambda: run_populate(work, request))
@@ -195,28 +199,13 @@ async def _open_once(request: Request, clock: _Clock) -> Region:
     except BaseException:
         await tenancy.give_back()
         raise
-    region.report = OpenReport(
-        role=seat.role,
-        recycled=seat.recycled,
-        size=request.size,
-        allocated=mapping.length,
-        populated=work.done,
-        huge=work.huge if work.knows_huge else None,
-        threads=threads,
-        wait_seconds=clock.laps["wait"],
-        preflight_seconds=clock.laps["preflight"],
-        populate_seconds=clock.laps["populate"],
-        initialize_seconds=clock.laps["initialize"],
-        release_seconds=clock.laps["release"],
-        total_seconds=sum(clock.laps.values()),
-        small_page_reason=work.small_page_reason,
-    )
+    region.report = _make_report(request, seat, mapping, work, threads, clock.laps)
     _tell(region.report, request)
     return region
 
 
 class _Clock:
-    """Seconds per phase, one after the other."""
+    """Seconds per phase, one after the other; a phase that is come through again is added up."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -250,8 +239,9 @@ def _plan(request: Request, seat: Seat, mapping: Mapping) -> Populate:
         seat.description.fd,
         span=_share(request, mapping) if request.populate else range(0),
         collapse=makes and request.huge_pages != "off",
-        guard=guard_for(request, mapping.page) if makes else None,
+        guard=guard_for(request, seat.description.fd, mapping.page) if makes else None,
         present=not makes,
+        relieve=makes,
     )
 
 
@@ -276,30 +266,45 @@ async def _initialize(initialize: Callable[[Region], Awaitable[None]], region: R
     await _watched(roster, lambda: initialize(region))
 
 
-def _check_directory(directory: str) -> FileSystem:
-    """Return what stands under the directory, if a region can stand there.
-
-    On a disk a region would be written back for ever, at the disk's speed: refused, never used silently.
-    """
-    if not _libc.SUPPORTED:
-        raise UnsupportedPlatformError(reason=f"{os.uname().sysname if hasattr(os, 'uname') else os.name}, or 32 bits")
-    try:
-        file_system = read_file_system(directory)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UnsuitableDirectoryError(directory=directory, reason=reason[0].lower() + reason[1:]) from error
-    if not os.path.isdir(directory):
-        raise UnsuitableDirectoryError(directory=directory, reason="it is not a directory")
-    if file_system.kind == "other":
-        raise UnsuitableDirectoryError(directory=directory, reason="it is not in memory (neither tmpfs nor hugetlbfs)")
-    return file_system
-
-
 def _make_room(request: Request, seat: Seat, file_size: int) -> None:
     """Look whether it fits, and size the file. Runs in a worker thread, under the exclusive gate."""
     file_system = read_file_system(request.directory)  # again: a leftover may have been removed since
     _preflight.check(request, round_up(request.size, file_system.page), file_system)
     os.ftruncate(seat.description.fd, file_size)
+
+
+def _map(request: Request, seat: Seat, page: int) -> Mapping:
+    """Map the file. A hugetlbfs promises its pages then: ENOMEM where others took them since we looked."""
+    try:
+        return Mapping(seat.description.fd, size=request.size, page=page)
+    except OSError as error:
+        if error.errno == errno.ENOMEM and page > _libc.PAGE:
+            try:
+                _preflight.check_space(request, round_up(request.size, page), read_file_system(request.directory))
+            except InsufficientSpaceError as short:
+                raise short from error
+        raise
+
+
+def _make_report(
+    request: Request, seat: Seat, mapping: Mapping, work: Populate, threads: int, seconds: dict[str, float]
+) -> OpenReport:
+    return OpenReport(
+        role=seat.role,
+        recycled=seat.recycled,
+        size=request.size,
+        allocated=mapping.length,
+        populated=work.done,
+        huge=work.huge if work.knows_huge else None,
+        threads=threads,
+        wait_seconds=seconds["wait"],
+        preflight_seconds=seconds["preflight"],
+        populate_seconds=seconds["populate"],
+        initialize_seconds=seconds["initialize"],
+        release_seconds=seconds["release"],
+        total_seconds=sum(seconds.values()),
+        small_page_reason=work.small_page_reason,
+    )
 
 
 def _tell(report: OpenReport, request: Request) -> None:

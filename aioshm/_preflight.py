@@ -7,15 +7,22 @@ in the OOM killer, not in an error. Only the creator checks: a joiner would coun
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 from . import _cgroup, _host, _libc
 from ._cgroup import MemoryFigures, MemoryLevel
-from ._errors import InsufficientMemoryError, InsufficientSpaceError
+from ._errors import (
+    InsufficientMemoryError,
+    InsufficientSpaceError,
+    UnsuitableDirectoryError,
+    UnsupportedPlatformError,
+)
 from ._host import FileSystem, HostMemory
+from ._leftovers import leftover_bytes
 from ._log import log
-from ._request import Request
+from ._request import Need, Request
 from ._units import mib, mib_down, mib_up
 
 # Left to the process beside the region: its own heap goes on growing, and a cgroup is charged in batches.
@@ -43,6 +50,12 @@ def memory_required(size: int) -> int:
     Page tables of small pages cost 8 bytes per 4 KiB and are charged to the group as well.
     """
     return size + size // (_libc.PAGE // 8) + RESERVE
+
+
+def largest_size(available: int, page: int) -> int:
+    """Return the most bytes, in whole pages, whose `memory_required` is not more than `available`."""
+    parts = _libc.PAGE // 8
+    return max(0, available - RESERVE) * parts // (parts + 1) // page * page
 
 
 def judge_memory(required: int, levels: list[MemoryFigures]) -> Finding | None:
@@ -83,6 +96,37 @@ def free_bytes(file_system: FileSystem) -> int | None:
     return min((limit for limit in (own, pool) if limit is not None), default=None)
 
 
+def read_place(directory: str) -> FileSystem:
+    """Return what stands under the directory, if a region can stand there.
+
+    On a disk a region would be written back for ever, at the disk's speed: refused, never used silently.
+
+    Raises:
+        UnsuitableDirectoryError: It cannot.
+        UnsupportedPlatformError: Nowhere on this platform.
+    """
+    if not _libc.SUPPORTED:
+        raise UnsupportedPlatformError(reason=f"{os.uname().sysname if hasattr(os, 'uname') else os.name}, or 32 bits")
+    try:
+        file_system = _host.read_file_system(directory)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UnsuitableDirectoryError(directory=directory, reason=reason[0].lower() + reason[1:]) from error
+    if not os.path.isdir(directory):
+        raise UnsuitableDirectoryError(directory=directory, reason="it is not a directory")
+    if file_system.kind == "other":
+        raise UnsuitableDirectoryError(directory=directory, reason="it is not in memory (neither tmpfs nor hugetlbfs)")
+    return file_system
+
+
+def takes_memory(file_system: FileSystem) -> bool:
+    """Whether what is stored there is charged to memory groups and taken from what the host has free.
+
+    hugetlb pages were taken out of the host's memory when the pool was made, and memory groups do not count them.
+    """
+    return file_system.kind != "hugetlbfs"
+
+
 def check(request: Request, allocated: int, file_system: FileSystem) -> None:
     """Raise where `allocated` bytes cannot fit; log what was found.
 
@@ -96,37 +140,48 @@ def check(request: Request, allocated: int, file_system: FileSystem) -> None:
         InsufficientMemoryError: A memory level has no room even after reclaim, and the policy is "guard".
     """
     check_space(request, allocated, file_system)
-    # hugetlb pages were taken out of the host's memory when the pool was made, and memory groups do not count them.
-    if request.memory_policy != "ignore" and file_system.kind != "hugetlbfs":
+    if request.memory_policy != "ignore" and takes_memory(file_system):
         finding = judge_memory(memory_required(allocated), read_memory_figures())
         if finding is not None:
             _act_on(finding, request)
 
 
-def check_space(request: Request, required: int, file_system: FileSystem) -> None:
+def check_space(need: Need, required: int, file_system: FileSystem) -> None:
     """Raise InsufficientSpaceError where `required` bytes do not fit into the file system."""
     available = free_bytes(file_system)
     if available is not None and required > available:
         raise InsufficientSpaceError(
-            allocation_name=request.allocation_name,
-            directory=request.directory,
+            allocation_name=need.allocation_name,
+            directory=need.directory,
             required=required,
             available=available,
-            hint=request.hint,
+            hint=need.hint,
+            reclaimable_leftovers=leftover_bytes(need.directory),
         )
 
 
-def memory_error(request: Request, finding: Finding) -> InsufficientMemoryError:
+def memory_error(need: Need, finding: Finding) -> InsufficientMemoryError:
     """Return the error that says what `finding` found."""
     figures = finding.figures
     return InsufficientMemoryError(
-        allocation_name=request.allocation_name,
+        allocation_name=need.allocation_name,
         level=figures.level,
         required=finding.required,
         limit=figures.limit,
         usage=figures.usage,
         reclaimable=figures.reclaimable,
-        hint=request.hint,
+        hint=need.hint,
+    )
+
+
+def describe_shortage(need: Need, finding: Finding) -> str:
+    """Return the sentence of the warning where it fits only after reclaim, or not even then."""
+    figures = finding.figures
+    fits = "which fits only after reclaim" if finding.verdict == "reclaim" else "which does NOT fit"
+    return (
+        f"{need.allocation_name}: {mib_up(finding.required)} MiB required, {fits} in memory level {figures.level}: "
+        f"usage {mib(figures.usage)} MiB, available {mib_down(figures.available)} MiB, limit {mib(figures.limit)} MiB, "
+        f"remaining {mib_down(figures.headroom)} MiB"
     )
 
 
@@ -143,14 +198,4 @@ def _act_on(finding: Finding, request: Request) -> None:
             figures.level,
         )
         return
-    log.warning(
-        "%s: %s MiB required, %s in memory level %s: usage %s MiB, available %s MiB, limit %s MiB, remaining %s MiB",
-        request.allocation_name,
-        mib_up(finding.required),
-        "which fits only after reclaim" if finding.verdict == "reclaim" else "which does NOT fit",
-        figures.level,
-        mib(figures.usage),
-        mib_down(figures.available),
-        mib(figures.limit),
-        mib_down(figures.headroom),
-    )
+    log.warning("%s", describe_shortage(request, finding))

@@ -1,4 +1,4 @@
-"""Progress of one open, told on the event loop a few times a second."""
+"""Progress of one populate or load, told on the event loop a few times a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ._log import log
 
-_INTERVAL = 0.1
+_INTERVAL = 0.1  # seconds
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Progress:
 class Ticker:
     """Calls a progress callback every 0.1 s, and once more at the end; a context manager around the work.
 
-    The callback runs on the loop, so it may touch what the loop's other code touches. One that raises is
-    logged and not called again: a broken progress bar must not cost anybody a region.
+    The callback runs on the loop, so it may touch what the loop's other code touches. One that raises is logged and not
+    called again: a broken progress bar must not cost anybody a region.
     """
 
     def __init__(

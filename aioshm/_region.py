@@ -110,7 +110,9 @@ class Region:
             The view.
 
         Raises:
-            ValueError: It would reach beyond the region, or the offset or strides make no sense.
+            TypeError: An argument has the wrong type.
+            ValueError: It would reach beyond the region, the offset or strides make no sense, or the dtype holds Python
+                objects.
             RegionClosedError: The region was closed.
             ImportError: NumPy is not installed (`pip install 'aioshm[numpy]'`).
         """
@@ -139,6 +141,7 @@ class Region:
             The view.
 
         Raises:
+            TypeError: An argument has the wrong type.
             ValueError: It would reach beyond the region, the offset or strides make no sense, or the dtype is
                 quantized.
             RegionClosedError: The region was closed.
@@ -157,10 +160,13 @@ class Region:
             length: Bytes; None: to the end.
 
         Raises:
+            TypeError: An argument has the wrong type.
             ValueError: The part does not lie within the region.
-            InsufficientSpaceError: The file system is full; what was populated before stays.
-            InsufficientMemoryError: The guard saw no room for more; what was populated before stays.
+            InsufficientSpaceError: The file system is full. After this and all below, what was populated stays.
+            InsufficientMemoryError: The guard saw no room for more.
+            HugePagesUnavailableError: The region was opened with `huge_pages="require"`, and the kernel gave none.
             RegionClosedError: The region was closed, before or meanwhile.
+            OSError: Whatever else the kernel says.
 
         Cancellation:
             Felt within one chunk, a few milliseconds; what was populated before stays.
@@ -173,7 +179,7 @@ class Region:
             self._tenancy.seat.description.fd,
             span=span,
             collapse=self._request.huge_pages != "off",
-            guard=guard_for(self._request, mapping.page),
+            guard=guard_for(self._request, self._tenancy.seat.description.fd, mapping.page),
         )
         with self._tenancy.populating(work):
             await run_populate(work, self._request)

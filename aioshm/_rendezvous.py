@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import stat
 import time
 from enum import Enum, auto
 from typing import Literal
@@ -25,9 +24,10 @@ from ._errors import (
     UnsuitableDirectoryError,
     UnsupportedPlatformError,
 )
+from ._files import find_fault
 from ._locks import BROKEN_BIT, GATE, READY_BIT, WORLD, Description, Range
 from ._log import log
-from ._request import Request
+from ._request import Need, Request
 from ._threads import run_regardless
 
 
@@ -40,6 +40,11 @@ class _Look(Enum):
     LEFTOVER = auto()  # removed it; start over
     FORMING = auto()  # somebody alive is at work on it
     UNSETTLED = auto()  # somebody is inside, yet it was never finished
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the gate is ours now, exclusively or shared."""
+        return self in (_Look.CREATOR, _Look.JOINER)
 
 
 class Seat:
@@ -132,29 +137,29 @@ async def enter(request: Request, file_size: int) -> Seat:
 
 async def _enter(request: Request, file_size: int, removed: list[Description]) -> Seat:
     started = time.monotonic()
-    clock = _Clock(request)
+    patience = _Patience(request)
     pauses = backoff()
     recycled = False
     while True:
         description = _open(request)
         if description is None:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # no pause: whoever removed the name is done with it
             continue
         try:
             look = _look(description, request, file_size)
             try:
                 await _close_all(removed)
-            except BaseException:
-                if look in (_Look.CREATOR, _Look.JOINER):
+            except BaseException:  # cancelled, maybe with the gate in hand: leaving removes the name, closing would not
+                if look.is_inside:
                     Seat(description, request.path, "joiner").leave()
                 raise
             while look in (_Look.FORMING, _Look.UNSETTLED):
-                clock.check(at_work=look is _Look.FORMING)
+                patience.check(at_work=look is _Look.FORMING)
                 await asyncio.sleep(next(pauses))
                 look = _look(description, request, file_size)
             if look is _Look.CREATOR and not description.made:
                 log.info("%s: took over %s, which its maker had left empty", request.allocation_name, request.path)
-            if look in (_Look.CREATOR, _Look.JOINER):
+            if look.is_inside:
                 kept, description = description, None
                 return Seat(
                     kept,
@@ -193,7 +198,7 @@ async def close(description: Description) -> None:
         description.close()
 
 
-class _Clock:
+class _Patience:
     """The time-out: it runs only while nobody alive is at work, for slowness is not punished."""
 
     def __init__(self, request: Request) -> None:
@@ -217,7 +222,7 @@ def _open(request: Request) -> Description | None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise _translated(error, request) from error
+        raise translate(error, request) from error
     try:
         description = Description(path, 0)
     except FileNotFoundError:
@@ -227,7 +232,7 @@ def _open(request: Request) -> Description | None:
         if reason is None:
             raise
         raise RegionAccessError(path=path, reason=reason) from error
-    reason = _foreign(description.status())
+    reason = find_fault(description.status(), os.geteuid())
     if reason is not None:
         description.close()
         raise RegionAccessError(path=path, reason=reason)
@@ -251,31 +256,20 @@ _UNSUITABLE = {
 }
 
 
-def _translated(error: OSError, request: Request) -> Exception:
+def translate(error: OSError, need: Need) -> Exception:
     """Return what an errno of creating the file means; the unknown stays as it is."""
     reason = _UNSUITABLE.get(error.errno or 0)
     if reason is not None:
-        return UnsuitableDirectoryError(directory=request.directory, reason=reason)
+        return UnsuitableDirectoryError(directory=need.directory, reason=reason)
     if error.errno == errno.ENOSPC:  # not even a name: the mount's nr_inodes is used up, or its last page
         return InsufficientSpaceError(
-            allocation_name=request.allocation_name,
-            directory=request.directory,
-            required=request.size,
+            allocation_name=need.allocation_name,
+            directory=need.directory,
+            required=need.size,
             available=0,
-            hint=request.hint,
+            hint=need.hint,
         )
     return error
-
-
-def _foreign(status: os.stat_result) -> str | None:
-    """Return why a file cannot be one of our regions, or None."""
-    if not stat.S_ISREG(status.st_mode):
-        return "it is not a regular file"
-    if status.st_uid != os.geteuid():
-        return f"it belongs to uid {status.st_uid}, not to uid {os.geteuid()}"
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        return f"its mode {stat.filemode(status.st_mode)} lets others in"
-    return None
 
 
 def _look(description: Description, request: Request, file_size: int) -> _Look:

@@ -19,14 +19,16 @@ class OpenReport:
         allocated: Bytes the file takes: `size` in whole pages.
         populated: Bytes made resident and mapped by this process: all, its share in a cohort, or 0 with
             `populate=False`.
-        huge: Of `populated`, bytes the kernel backs with huge pages; None where that is not known: a
-            joiner maps what the creator obtained.
+        huge: Of `populated`, bytes the kernel backs with huge pages; None where that is not known: with
+            `huge_pages="off"`, and for a joiner without a cohort, which maps what the creator obtained.
         threads: Threads that populated.
         wait_seconds: From the call until this process was creator or joiner.
-        preflight_seconds: Looking whether it fits, and sizing the file; 0.0 for a joiner.
+        preflight_seconds: Looking whether it fits, and sizing the file; next to nothing for a joiner.
         populate_seconds: Mapping and populating.
-        initialize_seconds: The creator's `initialize`, the wait for the other ranks before it included; else 0.0.
-        release_seconds: Waiting until every rank of the cohort was ready; 0.0 without a cohort.
+        initialize_seconds: The creator's `initialize`, the wait for the other ranks before it included; else next to
+            nothing.
+        release_seconds: Waiting until every rank of the cohort was ready, and mapping the others' shares where that is
+            cheap; next to nothing without a cohort.
         total_seconds: From the call until the region was ready.
         small_page_reason: Why part of it has small pages, as far as the kernel says; None where nothing has.
     """

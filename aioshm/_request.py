@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ._files import region_path
 from ._locks import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -25,19 +26,25 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Need:
+    """How much memory is needed, where, and in whose words errors of capacity are told."""
+
+    size: int
+    directory: str
+    allocation_name: str
+    hint: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Need):
     """What one call of `open_region` asks for; made only with arguments that make sense.
 
     Without a cohort `local_rank` and `local_world_size` are both 0.
     """
 
     name: str
-    size: int
     local_rank: int
     local_world_size: int
-    directory: str
-    allocation_name: str
-    hint: str | None
     timeout: float | None
     populate: bool
     huge_pages: HugePages
@@ -53,8 +60,8 @@ class Request:
 
     @property
     def path(self) -> str:
-        """The region's file. The effective uid is part of it, so that two users never collide."""
-        return os.path.join(self.directory, f"aioshm-{os.geteuid()}-{self.name}")
+        """The region's file."""
+        return region_path(self.directory, os.geteuid(), self.name)
 
 
 def check_request(
@@ -83,12 +90,9 @@ def check_request(
     rank, world = check_ranks(local_rank, local_world_size)
     return Request(
         name=check_name(name),
-        size=check_size(size),
+        **vars(check_need(size=size, directory=directory, allocation_name=allocation_name, hint=hint)),
         local_rank=rank,
         local_world_size=world,
-        directory=check_directory(directory),
-        allocation_name=_text("allocation_name", allocation_name),
-        hint=None if hint is None else _text("hint", hint),
         timeout=_seconds("timeout", timeout),
         populate=_flag("populate", populate),
         huge_pages=check_word("huge_pages", huge_pages, HugePages),
@@ -96,6 +100,21 @@ def check_request(
         memory_policy=check_word("memory_policy", memory_policy, MemoryPolicy),
         initialize=_callable("initialize", initialize),
         on_progress=_callable("on_progress", on_progress),
+    )
+
+
+def check_need(*, size: object, directory: object, allocation_name: object, hint: object) -> Need:
+    """Return these arguments as a Need.
+
+    Raises:
+        TypeError: One has the wrong type.
+        ValueError: One has a value that makes no sense.
+    """
+    return Need(
+        size=check_size(size),
+        directory=check_directory(directory),
+        allocation_name=_text("allocation_name", allocation_name),
+        hint=None if hint is None else _text("hint", hint),
     )
 
 
@@ -167,6 +186,7 @@ def _flag(field: str, value: object) -> bool:
 
 
 def check_index(field: str, value: object) -> int:
+    """Return `value` as an int, of any sign; bool and float are refused."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # what is no integer raises TypeError: that is the check
     except TypeError:
@@ -177,6 +197,7 @@ def check_index(field: str, value: object) -> int:
 
 
 def check_count(field: str, value: object) -> int:
+    """Return `value` as an int greater than 0."""
     number = check_index(field, value)
     if number <= 0:
         raise ValueError(f"{field} must be greater than 0, not {_figure(number)}")
@@ -198,6 +219,7 @@ def _seconds(field: str, value: object) -> float | None:
 
 
 def check_word(field: str, value: object, words: Any) -> Any:
+    """Return `value` if it is one of `words`, a Literal type."""
     choices = get_args(words)
     if not isinstance(value, str):
         raise TypeError(f"{field} must be one of {', '.join(map(repr, choices))}, not {_kind(value)}")

@@ -71,10 +71,6 @@ class MemoryGroup:
         """Move the calling process in: for `preexec_fn`."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
-    def drop_caches(self) -> None:
-        if self.version == 1:
-            (self.path / "memory.force_empty").write_text("0")
-
     def remove(self) -> None:
         for _ in range(200):  # a killed process leaves its group a moment after it was reaped
             try:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import threading
@@ -66,6 +67,22 @@ def name() -> str:
 def path(name: str) -> Path:
     """The file of the region called `name` in /dev/shm."""
     return SHM / f"aioshm-{os.geteuid()}-{name}"
+
+
+@pytest.fixture
+def place(name: str) -> Iterator[Path]:
+    """A directory in /dev/shm of this test alone, which other users may enter too."""
+    where = SHM / f"directory-{name}"
+    where.mkdir()
+    where.chmod(0o777)
+    yield where
+    shutil.rmtree(where)
+
+
+@pytest.fixture
+def there(place: Path, name: str) -> Path:
+    """Where the region's file stands in `place`."""
+    return place / f"aioshm-{os.geteuid()}-{name}"
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "required": 64 << 30,
         "available": 33_285_996_543,
         "hint": "Lower --kv-offloading-size.",
+        "reclaimable_leftovers": 512 << 20,
     },
     "InsufficientMemoryError": {
         "allocation_name": "CPU KV cache",
@@ -44,7 +45,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "missing": (2, 3),
         "local_world_size": 4,
     },
-    "PeerLostError": {"name": "kv", "lost": (1, 3), "pids": (4711, None), "missing": (2,)},
+    "PeerLostError": {
+        "name": "kv",
+        "lost": (1, 3),
+        "pids": (4711, None),
+        "missing": (2,),
+        "oom_killed_in": ("/sys/fs/cgroup/pod",),
+    },
     "RankInUseError": {"name": "kv", "local_rank": 3, "pid": 4711},
     "ShortFileError": {
         "path": "/models/a.safetensors",
@@ -197,6 +204,7 @@ def test_it_is_caught_as_what_users_expect(kind, second):
 def test_the_words_for_a_file_system_that_is_too_small():
     assert str(make(aioshm.InsufficientSpaceError)) == (
         "Insufficient space in /dev/shm for CPU KV cache: 65536.0 MiB required, 31743.9 MiB free (33792.1 MiB short). "
+        "Leftovers of dead processes take 512.0 MiB of it: `aioshm gc` frees them. "
         "Increase /dev/shm (e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory). "
         "Lower --kv-offloading-size."
     )
@@ -218,6 +226,14 @@ def test_the_words_for_memory_that_is_too_small():
 def test_without_a_hint_nothing_is_appended(hint):
     error = aioshm.InsufficientSpaceError(**{**EXAMPLES["InsufficientSpaceError"], "hint": hint})
     assert str(error).endswith("medium: Memory).")
+
+
+@pytest.mark.parametrize("size", [0, 4096, 1 << 20])
+def test_leftovers_are_told_where_there_are_any_to_speak_of(size):
+    facts = {**EXAMPLES["InsufficientSpaceError"], "directory": "/mnt/kv", "reclaimable_leftovers": size}
+    sentence = "Leftovers of dead processes take 1.0 MiB of it: `aioshm gc --directory /mnt/kv` frees them."
+    assert (sentence in str(aioshm.InsufficientSpaceError(**facts))) == (size >= 1 << 20)
+    assert ("eftovers" in str(aioshm.InsufficientSpaceError(**facts))) == (size >= 1 << 20)
 
 
 def tenths(text: str, pattern: str) -> int:

@@ -21,7 +21,7 @@ from aioshm._mapping import Mapping, unmap
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SIZE = 2 << 30
 
-once = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="no matter of the Python: measured on one")
+on_one_python = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="no matter of the Python: measured on one")
 
 pytestmark = [pytest.mark.slow, pytest.mark.stress, pytest.mark.timeout(600)]
 
@@ -98,13 +98,13 @@ def test_99_of_100_beats_are_late_by_a_thirtieth_of_what_a_thread_costs(measure)
     assert stall.median("aioshm", "p99") < stall.median("mmap.madvise in a thread", "longest") / 30
 
 
-@once
+@on_one_python
 @pytest.mark.usefixtures("huge")
 def test_memory_is_there_two_and_a_half_times_faster_than_with_madvise(measure):
     assert measure("populate", "--rounds", "5").ratio("rate, aioshm over mmap.madvise") >= 2.5
 
 
-@once
+@on_one_python
 @pytest.mark.usefixtures("huge")
 def test_joiner_is_in_thirty_times_faster_than_one_that_maps_small_pages(measure):
     assert measure("join", "--rounds", "5").ratio("join, 4 KiB over aioshm") >= 30
@@ -122,14 +122,14 @@ def test_import_loads_neither_torch_nor_numpy(measure, statement):
     assert measure("import", "--rounds", "11").median(statement, "heavy") == 0
 
 
-@once
+@on_one_python
 @pytest.mark.usefixtures("huge")
 def test_four_ranks_are_ready_twice_as_fast_as_four_that_populate_small_pages(measure):
     found = measure("ready", "--rounds", "3")
     assert found.ratio("ready, 4 ranks, mmap.madvise over aioshm") >= 2
 
 
-@once
+@on_one_python
 def test_peers_know_of_a_death_at_once(measure):
     """Promised are 0.2 s, and the median is a tenth of that; what is asserted is that nobody waits for a time-out."""
     found = measure("death", "--rounds", "5")

@@ -42,6 +42,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     tree = Tree(tmp_path)
     root = str(tmp_path)
     monkeypatch.setattr(_cgroup, "own_memory_levels", lambda: memory_levels(root))
+    monkeypatch.setattr(_preflight, "leftover_bytes", lambda _: 0)
     monkeypatch.setattr(_host, "read_memory", functools.partial(read_memory, root))
     monkeypatch.setattr(_host, "read_huge_page_pool", functools.partial(read_huge_page_pool, root=root))
     return tree
@@ -267,6 +268,7 @@ class TestSpace:
             "required": 100 * MIB + 4096,
             "available": 100 * MIB,
             "hint": "Lower it.",
+            "reclaimable_leftovers": 0,
         }
         assert str(caught.value) == (
             "Insufficient space in /dev/shm for CPU KV cache: 100.1 MiB required, 100.0 MiB free (0.1 MiB short). "

@@ -15,17 +15,18 @@ PACKAGE = Path(aioshm.__file__).parent
 
 # As drawn in docs/design.md: a module imports from rooms below its own only.
 ROOMS = [
-    {"_backoff", "_libc", "_log", "_report", "_units"},
+    {"_backoff", "_files", "_libc", "_log", "_report", "_units"},
     {"_errors"},
     {"_cgroup", "_locks", "_mapping", "_progress", "_threads"},
     {"_host", "_request", "_views"},
+    {"_leftovers"},
     {"_preflight", "_rendezvous", "_roster"},
     {"_guard"},
     {"_populate"},
     {"_tenancy"},
     {"_region"},
     {"_open"},
-    {"_cohort", "_columns", "_loading"},
+    {"_cohort", "_columns", "_loading", "_picture"},
     {"_layout"},
     {"__init__"},
     {"cli"},

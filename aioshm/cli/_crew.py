@@ -16,7 +16,7 @@ from typing import IO, Any, Literal
 Step = Literal["start", "open", "write", "check", "close"]
 Facts = dict[str, Any]
 
-# What a rank gets to leave by itself, which takes it milliseconds; then it is killed.
+# Seconds that a rank gets to leave by itself, which takes it milliseconds; then it is killed.
 _GRACE = 10.0
 
 # An error comes with its traceback in one line.

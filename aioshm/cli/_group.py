@@ -7,6 +7,9 @@ import click
 from aioshm import __version__
 
 from ._demo import demo
+from ._doctor import doctor
+from ._gc import gc
+from ._ls import ls
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -16,3 +19,6 @@ def group() -> None:
 
 
 group.add_command(demo)
+group.add_command(doctor)
+group.add_command(gc)
+group.add_command(ls)

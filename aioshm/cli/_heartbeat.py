@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
-INTERVAL = 0.001
+INTERVAL = 0.001  # seconds
 
 
 @dataclass(frozen=True)

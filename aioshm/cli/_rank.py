@@ -23,7 +23,7 @@ from aioshm._open import open_region
 from ._heartbeat import Heartbeat
 from ._shares import Pattern, find_wrong_byte, share_of, write_share
 
-_INTERVAL = 0.05
+_INTERVAL = 0.05  # seconds
 
 
 def main() -> None:

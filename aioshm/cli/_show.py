@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -51,8 +51,17 @@ def say(console: Console, text: str, style: str = "") -> None:
     Raises:
         OutputClosedError: It cannot be printed.
     """
+    show(console, Text(text, style), soft_wrap=not console.is_interactive)
+
+
+def show(console: Console, content: RenderableType, *, soft_wrap: bool = False) -> None:
+    """Print what rich can draw.
+
+    Raises:
+        OutputClosedError: It cannot be printed.
+    """
     try:
-        console.print(Text(text), style=style, soft_wrap=not console.is_interactive)
+        console.print(content, soft_wrap=soft_wrap)
     except (BrokenPipeError, SystemExit):  # rich makes the one of the other, which would tear through tasks and loop
         raise OutputClosedError from None
 
@@ -70,7 +79,7 @@ def show_finding(console: Console, finding: Finding) -> None:
         return
     grid = Table.grid(padding=(0, 1))
     grid.add_row(Text(mark, style), Text(finding.text, "" if finding.held is not False else style))
-    console.print(grid)
+    show(console, grid)
 
 
 def show_table(console: Console, table: Table) -> None:

@@ -8,7 +8,7 @@ import click
 from aioshm._cgroup import own_memory_levels, read_figures
 from aioshm._host import read_file_system, read_memory
 from aioshm._libc import HUGE_PAGE
-from aioshm._preflight import free_bytes
+from aioshm._preflight import free_bytes, takes_memory
 from aioshm._request import check_size
 
 _LARGEST_DEFAULT = 1 << 30
@@ -67,7 +67,7 @@ def find_default_size(directory: str) -> int:
         return HUGE_PAGE
     free = free_bytes(file_system)
     limits = [] if free is None else [free]
-    if file_system.kind != "hugetlbfs":  # its pages were taken out of the memory when the pool was made
+    if takes_memory(file_system):
         limits += [figures.available for figures in read_figures(own_memory_levels())]
         memory = read_memory()
         limits += [memory.available] if memory else []
