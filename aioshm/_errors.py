@@ -180,7 +180,8 @@ class JoinTimeoutError(AioshmError, TimeoutError):
                 f"{_ranks(missing).capitalize()} of {local_world_size} never came to region {name!r} ({path}) within "
                 f"{waited:.1f} s. Ranks are local: all of them must run on this host, see the same directory and pass "
                 "the same name. See whether they started, and whether local_world_size is the number of ranks per "
-                "host, not of all hosts together."
+                "host, not of all hosts together. If they run already, their cohort was released, and no rank can come "
+                "back to it alone: restart all ranks of this host."
             )
         else:
             text = (
@@ -223,7 +224,9 @@ class PeerLostError(AioshmError):
             f" Meanwhile the OOM killer took a process: oom_kill rose in {', '.join(oom_killed_in)}. Raise that memory "
             "limit, or ask for less."
             if oom_killed_in
-            else " See that rank's own error or log, then start all ranks again."
+            else f" Most likely they gave up waiting for {_ranks(missing)}: see why that did not start."
+            if missing
+            else " The cause stands in the log of a rank with another error than this one; then start all ranks again."
         )
         super().__init__(
             f"Region {name!r} cannot become ready: {gone} went away while it was being made.{absent}{cause}"
@@ -265,8 +268,13 @@ class RegionMismatchError(AioshmError, ValueError):
         self.field = field
         self.expected = expected
         self.found = found
+        if field == "local_world_size" and not (expected and found):
+            with_ranks = f"as a cohort of {max(expected, found)} ranks"
+            there, asked = (with_ranks, "without ranks") if found else ("without ranks", with_ranks)
+        else:
+            there, asked = f"with {field} {found}", f"with {field} {expected}"
         super().__init__(
-            f"Region {name!r} exists with {field} {found}, but {field} {expected} was asked for. Every process must "
+            f"Region {name!r} exists {there}, but was opened {asked}. Every process must "
             "pass the same; two regions at a time need two names (put the engine's or replica's id into the name)."
         )
 
@@ -310,7 +318,8 @@ class RegionClosedError(AioshmError):
     def __init__(self, *, name: str) -> None:
         self.name = name
         super().__init__(
-            f"Region {name!r} is closed. Use it inside its 'async with' block; views made there stay valid."
+            f"Region {name!r} is closed, or was opened before a fork and is not open in this child. Use it inside its "
+            "'async with' block, in the process that opened it; views made there stay valid."
         )
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from . import _libc, _preflight
-from ._errors import InsufficientSpaceError
+from ._errors import InsufficientMemoryError, InsufficientSpaceError
 from ._guard import guard_for
 from ._host import read_file_system
 from ._log import log
@@ -23,13 +23,16 @@ from ._report import OpenReport
 from ._request import HugePages, MemoryPolicy, Request, check_request
 from ._roster import BrokenUpError, Roster
 from ._tenancy import Tenancy
-from ._threads import run_through
+from ._threads import StopFlag, run_through
 from ._units import mib
 
 if TYPE_CHECKING:
     from ._progress import Progress
 
 T = TypeVar("T")
+
+# For so long free memory may stand still before it is taken for all that there will be: a waiter looks every 20 ms.
+_FREEING_SECONDS = 0.25
 
 
 def open_region(
@@ -177,7 +180,7 @@ async def _open_once(request: Request, clock: _Clock) -> Region:
         roster = _claim(request, tenancy, clock.started)
         clock.lap("wait")
         if seat.forming:
-            await run_through(lambda _: _make_room(request, seat, file_size), name="preflight")
+            await run_through(lambda stop: _make_room(request, seat, file_size, stop), name="preflight")
             if roster is not None:
                 seat.let_in()
         clock.lap("preflight")
@@ -266,10 +269,25 @@ async def _initialize(initialize: Callable[[Region], Awaitable[None]], region: R
     await _watched(roster, lambda: initialize(region))
 
 
-def _make_room(request: Request, seat: Seat, file_size: int) -> None:
-    """Look whether it fits, and size the file. Runs in a worker thread, under the exclusive gate."""
-    file_system = read_file_system(request.directory)  # again: a leftover may have been removed since
-    _preflight.check(request, round_up(request.size, file_system.page), file_system)
+def _make_room(request: Request, seat: Seat, file_size: int, stop: StopFlag) -> None:
+    """Look whether it fits, and size the file. Runs in a worker thread, under the exclusive gate.
+
+    What stood there before is freed when the last of those who raced for it has looked and closed it: as long as that
+    goes on, a no is not certain.
+    """
+    most, since = -1, time.monotonic()
+    while True:
+        file_system = read_file_system(request.directory)  # again: a leftover may have been removed since
+        try:
+            _preflight.check(request, round_up(request.size, file_system.page), file_system)
+        except (InsufficientSpaceError, InsufficientMemoryError) as error:
+            if error.available > most:
+                most, since = error.available, time.monotonic()
+            if stop or not seat.displaced or time.monotonic() - since > _FREEING_SECONDS:
+                raise
+            time.sleep(0.005)
+        else:
+            break
     os.ftruncate(seat.description.fd, file_size)
 
 
@@ -303,8 +321,13 @@ def _make_report(
         initialize_seconds=seconds["initialize"],
         release_seconds=seconds["release"],
         total_seconds=sum(seconds.values()),
-        small_page_reason=work.small_page_reason,
+        small_page_reason=work.small_page_reason or _explain_end(work),
     )
+
+
+def _explain_end(work: Populate) -> str | None:
+    """Return why the last part has small pages, where all before it is huge."""
+    return "its end is less than a huge page" if work.knows_huge and work.huge < work.done else None
 
 
 def _tell(report: OpenReport, request: Request) -> None:
@@ -320,11 +343,13 @@ def _tell(report: OpenReport, request: Request) -> None:
     if report.populated:
         share = report.huge_share
         log.info(
-            "%s: populated %s MiB at %.2f GiB/s in %d threads%s%s",
+            "%s: %s %s MiB at %.2f GiB/s in %d thread%s%s%s",
             request.allocation_name,
+            "populated" if report.role == "creator" or request.is_cohort else "mapped",
             mib(report.populated),
             report.rate / (1 << 30),
             report.threads,
+            "" if report.threads == 1 else "s",
             "" if share is None else f", {share:.0%} in huge pages",
             "" if report.small_page_reason is None else f" ({report.small_page_reason})",
         )

@@ -137,18 +137,17 @@ class Populate:
 
     def _populate_chunks(self, stop: StopFlag) -> None:
         size = _FIRST_CHUNK
-        while not stop:
-            chunk = self._take(size if self._guard is None else self._guard.fit(size, _SMALLEST_CHUNK))
-            if not chunk:
-                return
-            started = time.perf_counter()
-            huge = 0
+        while not stop and self._come_in():
             try:
+                chunk = self._take(size if self._guard is None else self._guard.fit(size, _SMALLEST_CHUNK))
+                if not chunk:
+                    return
+                started = time.perf_counter()
                 with self._admitted(len(chunk)):
                     huge = self._populate(chunk)
                 size = _adapt(len(chunk), time.perf_counter() - started, self._largest)
             finally:
-                self._settle()
+                self._go_out()
             with self._lock:
                 self.done += len(chunk)
                 self.huge += huge
@@ -164,27 +163,30 @@ class Populate:
             self._guard.close()
 
     def abandon(self) -> None:
-        """Stop it from another thread, and return when no thread is in the memory any more: within one chunk."""
+        """Stop it from another thread, and return when none is in the memory or at the file: within one chunk."""
         with self._lock:
             self._abandoned = True
             self._lock.wait_for(lambda: not self._inside)
 
-    def _take(self, size: int) -> range:
-        """Return the next chunk, as offsets into the span; none where abandoned. `_settle` ends what this began."""
-        size = round_up(size, max(self._page, HUGE_PAGE))
+    def _come_in(self) -> bool:
+        """Count this thread in, for one chunk; False where it was abandoned. `_go_out` counts it out."""
         with self._lock:
-            if self._abandoned:
-                return range(0)
-            start = self._next
-            self._next = min(self.total, start + size)
-            if self._next > start:
+            if not self._abandoned:
                 self._inside += 1
-            return range(start, self._next)
+            return not self._abandoned
 
-    def _settle(self) -> None:
+    def _go_out(self) -> None:
         with self._lock:
             self._inside -= 1
             self._lock.notify_all()
+
+    def _take(self, size: int) -> range:
+        """Return the next chunk, as offsets into the span; an empty one at the end."""
+        size = round_up(size, max(self._page, HUGE_PAGE))
+        with self._lock:
+            start = self._next
+            self._next = min(self.total, start + size)
+            return range(start, self._next)
 
     def _admitted(self, length: int) -> AbstractContextManager[None]:
         return self._guard.admitted(length) if self._guard is not None else nullcontext()

@@ -55,6 +55,7 @@ class Seat:
         path: Its name.
         role: `"creator"` holds the GATE exclusively on an empty file until `finish` or `let_in`; `"joiner"` shared.
         recycled: Whether a leftover was removed on the way in.
+        displaced: Whether a file with memory stood there before: it may not be free yet, for whoever else had it open.
         waited: Seconds it took to get in.
     """
 
@@ -65,12 +66,14 @@ class Seat:
         role: Literal["creator", "joiner"],
         *,
         recycled: bool = False,
+        displaced: bool = False,
         waited: float = 0.0,
     ) -> None:
         self.description = description
         self.path = path
         self.role = role
         self.recycled = recycled
+        self.displaced = displaced
         self.waited = waited
         self.forming = role == "creator"
 
@@ -139,7 +142,7 @@ async def _enter(request: Request, file_size: int, removed: list[Description]) -
     started = time.monotonic()
     patience = _Patience(request)
     pauses = backoff()
-    recycled = False
+    recycled = displaced = False
     while True:
         description = _open(request)
         if description is None:
@@ -166,8 +169,10 @@ async def _enter(request: Request, file_size: int, removed: list[Description]) -
                     request.path,
                     "creator" if look is _Look.CREATOR else "joiner",
                     recycled=recycled,
+                    displaced=displaced,
                     waited=time.monotonic() - started,
                 )
+            displaced = displaced or description.status().st_size > 0
             if look is _Look.LEFTOVER:
                 recycled = True
                 log.info("%s: removed %s, left by a process that died", request.allocation_name, request.path)

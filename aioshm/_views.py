@@ -32,7 +32,10 @@ def array(
     strides: Sequence[int] | None,
 ) -> numpy.ndarray[Any, numpy.dtype[Any]]:
     """Return a NumPy view; see `Region.array`."""
-    import numpy
+    try:
+        import numpy
+    except ModuleNotFoundError as error:
+        raise ImportError("array() needs NumPy, which is not installed: pip install 'aioshm[numpy]'") from error
 
     kind = numpy.dtype(numpy.uint8 if dtype is None else dtype)
     if kind.hasobject:
@@ -52,7 +55,10 @@ def tensor(
     strides: Sequence[int] | None,
 ) -> torch.Tensor:
     """Return a torch view; see `Region.tensor`."""
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise ImportError("tensor() needs torch, which is not installed: pip install 'aioshm[torch]'") from error
 
     kind = torch.uint8 if dtype is None else dtype
     if not isinstance(kind, torch.dtype):

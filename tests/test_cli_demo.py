@@ -240,8 +240,8 @@ def test_killed_ranks_leave_nothing(demo, victims):
     assert re.fullmatch(rf"Rank \d \(pid ({dead})\) was ended by SIGKILL at step 'open'\.\n", err)
     assert not run.names()
     assert not [pid for pid in ranks if is_alive(pid)]
-    if victims == "creator":
-        assert "Nothing left in /dev/shm" in out
+    # The survivors recycle what the creator left, or leave before that, and then the command says and removes it.
+    assert "in /dev/shm" in out or victims == "all"
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -24,6 +24,16 @@ async def opens(names: list[str]) -> None:
             pass
 
 
+async def asks() -> None:
+    report = await aioshm.preflight(1 << 30, directory="/dev/shm", hint=None)
+    assert_type(report, aioshm.PreflightReport)
+    assert_type(report.largest, int | None)
+    assert_type(report.error(), aioshm.AioshmError | None)
+    for level in report.memory:
+        assert_type(level, aioshm.MemoryLevelReport)
+        assert_type(level.available, int | None)
+
+
 def show(progress: aioshm.Progress) -> None:
     assert_type(progress.rate, float)
 
