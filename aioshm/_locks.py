@@ -87,14 +87,14 @@ class Description:
         made: Whether this open made the file.
     """
 
-    fd = -1
+    fd: int = -1
 
     def __init__(self, path: str, flags: int, mode: int = 0o600, *, access: int = os.O_RDWR) -> None:
         """Open `path`; see open(2). Raises OSError as the kernel says.
 
         With `access=os.O_RDONLY` it can look at the table, but hold nothing exclusively.
         """
-        self.made = bool(flags & os.O_EXCL)
+        self.made: bool = bool(flags & os.O_EXCL)
         with _fork_lock:
             self.fd = os.open(path, flags | access | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             _open_descriptions.add(self)

@@ -34,7 +34,7 @@ class Mapping:
         """
         self.size = size
         self.page = page
-        self.length = round_up(size, page)
+        self.length: int = round_up(size, page)
         with _libc.reopened(fd) as own:
             self._address = _map_aligned(own, self.length, max(page, alignment))
         self._lock = threading.Lock()

@@ -75,7 +75,7 @@ class Seat:
         self.recycled = recycled
         self.displaced = displaced
         self.waited = waited
-        self.forming = role == "creator"
+        self.forming: bool = role == "creator"
 
     def let_in(self) -> None:
         """Let the other ranks in, to a file that has its size: make the gate shared, which leaves no gap."""

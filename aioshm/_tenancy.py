@@ -30,7 +30,7 @@ class Tenancy:
         self.seat = seat
         self.mapping: Mapping | None = None
         self.roster: Roster | None = None
-        self.removed = False
+        self.removed: bool = False
         self._running: set[Populate] = set()
 
     @property
