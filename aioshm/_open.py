@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -11,9 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from . import _libc, _preflight
-from ._errors import InsufficientMemoryError, InsufficientSpaceError
 from ._guard import guard_for
-from ._host import read_file_system
 from ._log import log
 from ._mapping import Mapping, round_up
 from ._populate import Populate, map_while_cheap, run_populate
@@ -21,18 +18,16 @@ from ._region import Region
 from ._rendezvous import Seat, enter
 from ._report import OpenReport
 from ._request import HugePages, MemoryPolicy, Request, check_request
+from ._room import make_room, map_region
 from ._roster import BrokenUpError, Roster
 from ._tenancy import Tenancy
-from ._threads import StopFlag, run_through
+from ._threads import run_through
 from ._units import mib
 
 if TYPE_CHECKING:
     from ._progress import Progress
 
 T = TypeVar("T")
-
-# For so long free memory may stand still before it is taken for all that there will be: a waiter looks every 20 ms.
-_FREEING_SECONDS = 0.25
 
 
 def open_region(
@@ -180,11 +175,11 @@ async def _open_once(request: Request, clock: _Clock) -> Region:
         roster = _claim(request, tenancy, clock.started)
         clock.lap("wait")
         if seat.forming:
-            await run_through(lambda stop: _make_room(request, seat, file_size, stop), name="preflight")
+            await run_through(lambda stop: make_room(request, seat, file_size, stop), name="preflight")
             if roster is not None:
                 seat.let_in()
         clock.lap("preflight")
-        tenancy.mapping = mapping = _map(request, seat, file_system.page)
+        tenancy.mapping = mapping = map_region(request, seat, file_system.page)
         region = Region(request, tenancy, mapping)
         work = _plan(request, seat, mapping)
         threads = await _watched(roster, lambda: run_populate(work, request))
@@ -267,41 +262,6 @@ async def _initialize(initialize: Callable[[Region], Awaitable[None]], region: R
     if roster is not None:
         await roster.wait_others_ready()
     await _watched(roster, lambda: initialize(region))
-
-
-def _make_room(request: Request, seat: Seat, file_size: int, stop: StopFlag) -> None:
-    """Look whether it fits, and size the file. Runs in a worker thread, under the exclusive gate.
-
-    What stood there before is freed when the last of those who raced for it has looked and closed it: as long as that
-    goes on, a no is not certain.
-    """
-    most, since = -1, time.monotonic()
-    while True:
-        file_system = read_file_system(request.directory)  # again: a leftover may have been removed since
-        try:
-            _preflight.check(request, round_up(request.size, file_system.page), file_system)
-        except (InsufficientSpaceError, InsufficientMemoryError) as error:
-            if error.available > most:
-                most, since = error.available, time.monotonic()
-            if stop or not seat.displaced or time.monotonic() - since > _FREEING_SECONDS:
-                raise
-            time.sleep(0.005)
-        else:
-            break
-    os.ftruncate(seat.description.fd, file_size)
-
-
-def _map(request: Request, seat: Seat, page: int) -> Mapping:
-    """Map the file. A hugetlbfs promises its pages then: ENOMEM where others took them since we looked."""
-    try:
-        return Mapping(seat.description.fd, size=request.size, page=page)
-    except OSError as error:
-        if error.errno == errno.ENOMEM and page > _libc.PAGE:
-            try:
-                _preflight.check_space(request, round_up(request.size, page), read_file_system(request.directory))
-            except InsufficientSpaceError as short:
-                raise short from error
-        raise
 
 
 def _make_report(

@@ -21,7 +21,7 @@ ROOMS = [
     {"_host", "_request", "_views"},
     {"_leftovers"},
     {"_preflight", "_rendezvous", "_roster"},
-    {"_guard"},
+    {"_guard", "_room"},
     {"_populate"},
     {"_tenancy"},
     {"_region"},
