@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
@@ -187,11 +188,12 @@ def _flag(field: str, value: object) -> bool:
 
 def check_index(field: str, value: object) -> int:
     """Return `value` as an int, of any sign; bool and float are refused."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]  # what is no integer raises TypeError: that is the check
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
+    number = None
+    # NumPy's bool has an index as well, up to 1.26.
+    if not isinstance(value, bool) and getattr(getattr(value, "dtype", None), "kind", None) != "b":
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]  # what is no integer raises: that is the check
+    if number is None:
         raise TypeError(f"{field} must be an int, not {_kind(value)}")
     return number
 

@@ -30,7 +30,8 @@ napoleon_numpy_docstring = False
 default_role = "code"  # docstrings write `name`, as Markdown does
 
 # The build is nitpicky about this package's names; the inventories of others would be fetched.
-nitpick_ignore_regex = [(r"py:.*", r"(?!aioshm\b).*")]
+# What is private has no page of its own.
+nitpick_ignore_regex = [(r"py:.*", r"(?!aioshm\b).*"), (r"py:.*", r"aioshm\._.*")]
 
 
 def code_blocks(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
