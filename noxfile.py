@@ -25,6 +25,11 @@ ROOT = Path(__file__).parent
 DIST = ROOT / ".nox" / "dist"
 COVERAGE = ROOT / ".nox" / ".coverage"  # dotted: the plain name is the `coverage` session's environment
 CONSTRAINTS = ROOT / "constraints.txt"
+# What another kernel may answer differently, less what takes long there and what it answers twice.
+VM_TESTS = ("vm", "test_memory_guard.py", "test_populate.py", "test_locks.py", "test_mapping.py")
+VM_LEFT_OUT = (
+    "waiting_ranks or only_the_creator or sibling or chain or 3-try or 3-off or processors_or_work or very_end"
+)
 CHECKED = ("aioshm", "examples", "tests", "benchmarks", "docs", "noxfile.py")
 
 
@@ -125,6 +130,18 @@ def lowest(session: nox.Session) -> None:
     session.install("-c", str(pins), f"{wheel}[cli,numpy]", *without_torch)
     session.install("--force-reinstall", "--no-deps", str(wheel))
     run_pytest(session, "-m", "not slow and not examples")
+
+
+@nox.session(python=NEWEST, tags=["checks"], requires=["build"])
+def vm(session: nox.Session) -> None:
+    """Test the wheel on an emulated machine: cgroup v2, memory nodes, huge pages. Arguments after `--` go to pytest."""
+    machine = ("python", str(ROOT / "tests" / "vm" / "machine.py"))
+    reason = session.run(*machine, "--probe", silent=True)
+    if reason:
+        session.skip(str(reason).strip())
+    install_wheel(session, "test", extras="[cli]")  # on this Python without torch, which would fill the disk
+    selected = session.posargs or [*VM_TESTS, "-m", "not slow", "-k", f"not ({VM_LEFT_OUT})"]
+    session.run(*machine, "--junit", str(ROOT / ".nox" / ".junit-vm.xml"), *selected)
 
 
 @nox.session(python=OLDEST, tags=["checks"], requires=["build"])

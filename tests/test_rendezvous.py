@@ -292,7 +292,9 @@ def test_another_local_world_size_is_named(run, name, path, outsider):
         member = outsider(size=MIB, ready=True)
         assert member.try_shared(GATE)
         assert member.try_shared(WORLD.at(4))
-        with pytest.raises(aioshm.RegionMismatchError, match="exists as a cohort of 4 ranks, but was opened without ranks") as caught:
+        with pytest.raises(
+            aioshm.RegionMismatchError, match="exists as a cohort of 4 ranks, but was opened without ranks"
+        ) as caught:
             await open_region(name).__aenter__()
         assert (caught.value.field, caught.value.expected, caught.value.found) == ("local_world_size", 0, 4)
         assert path.exists()
