@@ -25,6 +25,11 @@ from ._request import Request
 # processors, and levels that have no limit.
 _INTERVAL = 0.02
 
+# Where all levels have so many bytes to spare, the next look may wait for so many seconds: nobody takes them in that
+# time.
+_PLENTY = 1 << 30
+_CALM_SECONDS = 0.005
+
 # Over how many seconds the taking of others is watched, from how many on it tells a rate, and how often it is noted.
 _WINDOW = 0.1
 _SHORTEST = 0.008
@@ -50,7 +55,8 @@ class Guard:
         self._takings = {watch: _Taking() for watch in self._watches}
         self._settled = threading.Condition()
         self._in_flight = 0
-        self._due = 0.0
+        self._due = self._calm_until = 0.0
+        self._host: list[MemoryFigures] = []
         self._host_swap = 0
 
     def close(self) -> None:
@@ -58,34 +64,39 @@ class Guard:
         for watch in self._watches:
             watch.close()
 
-    def fit(self, length: int, smallest: int) -> int:
-        """Return how many bytes to go for next: `length`, or less where memory is getting short."""
-        with self._settled:
-            while length > smallest and self._find_short(length) is not None:
-                length //= 2
-        return max(length, smallest)
-
     @contextlib.contextmanager
-    def admitted(self, length: int) -> Iterator[None]:
-        """Around the populating of `length` bytes: returns when there is room for them.
+    def admitted(self, length: int, smallest: int) -> Iterator[int]:
+        """Around the populating of the next chunk: yields how many bytes it may have, once there is room for them.
+
+        Args:
+            length: Bytes wanted; where memory is getting short it is less.
+            smallest: Bytes that make sense; `length` is a multiple of it.
 
         Raises:
-            InsufficientMemoryError: There is none, nothing else is in flight, and reclaim would not help.
+            InsufficientMemoryError: There is no room for `smallest`, nothing else is in flight, and reclaim would not
+            help.
         """
         with self._settled:
-            while (finding := self._find_short(length)) is not None:
-                # What others have in flight may be in the usage already, so a no is certain only when they are done.
-                if not self._in_flight:
-                    raise memory_error(self._request, finding)
-                self._settled.wait()
-                self._due = 0.0
+            length = self._admit(length, smallest)
             self._in_flight += length
         try:
-            yield
+            yield length
         finally:
             with self._settled:
                 self._in_flight -= length
                 self._settled.notify_all()
+
+    def _admit(self, length: int, smallest: int) -> int:
+        while (finding := self._find_short(length)) is not None:
+            if length > smallest:
+                length = max(smallest, length // 2 // smallest * smallest)
+            elif self._in_flight:
+                # What others have in flight may be in the usage already: a no is certain only when they are done.
+                self._settled.wait()
+                self._due = 0.0
+            else:
+                raise memory_error(self._request, finding)
+        return length
 
     def confirm(self) -> None:
         """Look once more, within `admitted`, where the kernel refused a huge page: is it for want of memory?
@@ -99,36 +110,44 @@ class Guard:
             raise memory_error(self._request, finding)
 
     def _find_short(self, length: int) -> Finding | None:
+        now = time.monotonic()
         required = memory_required((length + self._in_flight) * self._ranks)
-        figures = self._look_around() if time.monotonic() >= self._due else []
-        finding = judge_memory(required, figures)
+        if now < self._calm_until and required < _PLENTY // 2:
+            return None
+        if now >= self._due:
+            self._look_around(now)
+        finding = judge_memory(required, self._host)
+        if finding is not None and finding.verdict == "short":
+            return finding
+        spare = min((figures.headroom - required for figures in self._host), default=_PLENTY)
         region = os.fstat(self._fd).st_blocks * 512
         for watch in self._limited:
-            if finding is not None and finding.verdict == "short":
-                return finding
-            needed = required + self._margin(watch, region)
-            if not _has_headroom(watch, needed):
+            limit, usage = watch.read_limit(), watch.read_usage()
+            if limit is None or usage is None:
+                continue
+            needed = required + self._margin(watch, usage - region, region, now)
+            spare = min(spare, limit - usage - needed)
+            if limit - usage < needed:  # only now the longer look: memory.stat, what the kernel would give up
                 finding = judge_memory(needed, _cgroup.read_figures((watch.level,), self._host_swap))
-        return finding if finding is not None and finding.verdict == "short" else None
+                if finding is not None and finding.verdict == "short":
+                    return finding
+        self._calm_until = now + _CALM_SECONDS if spare >= _PLENTY else 0.0
+        return None
 
-    def _margin(self, watch: LevelWatch, region: int) -> int:
-        """Return the bytes that others will take from a level while we give ours back, going by what they do now."""
-        usage = watch.read_usage()
-        if usage is None:
-            return 0
-        # The region's pages are charged as they are made, by whatever rank: the rest of the usage is not ours.
-        rate = self._takings[watch].see(time.monotonic(), usage - region)
-        return int(rate * (_BACK_SECONDS + region / _BACK_RATE))
+    def _margin(self, watch: LevelWatch, others: int, region: int, now: float) -> int:
+        """Return the bytes that others will take from a level while we give ours back, going by what they do now.
 
-    def _look_around(self) -> list[MemoryFigures]:
+        The region's pages are charged as they are made, by whatever rank: the rest of the usage is others'.
+        """
+        return int(self._takings[watch].see(now, others) * (_BACK_SECONDS + region / _BACK_RATE))
+
+    def _look_around(self, now: float) -> None:
         """Now and then: see which levels have a limit at all, for one may be set meanwhile, and read the host."""
-        self._due = time.monotonic() + _INTERVAL
+        self._due = now + _INTERVAL
         self._limited = [watch for watch in self._watches if watch.read_limit() is not None]
         memory = _host.read_memory()
-        if memory is None:
-            return []
-        self._host_swap = memory.swap_free
-        return [host_figures(memory)]
+        self._host = [host_figures(memory)] if memory is not None else []
+        self._host_swap = memory.swap_free if memory is not None else 0
 
 
 class _Taking:
@@ -156,9 +175,3 @@ def guard_for(request: Request, fd: int, page: int) -> Guard | None:
     hugetlb pages were taken out of the host's memory when their pool was made, and memory groups do not count them.
     """
     return Guard(request, fd) if request.memory_policy == "guard" and page == PAGE else None
-
-
-def _has_headroom(watch: LevelWatch, required: int) -> bool:
-    """The cheap look, two small files; memory.stat is read only where it says no."""
-    limit, usage = watch.read_limit(), watch.read_usage()
-    return limit is None or usage is None or usage + required <= limit

@@ -139,12 +139,12 @@ class Populate:
         size = _FIRST_CHUNK
         while not stop and self._come_in():
             try:
-                chunk = self._take(size if self._guard is None else self._guard.fit(size, _SMALLEST_CHUNK))
-                if not chunk:
+                if self._next == self.total:
                     return
-                started = time.perf_counter()
-                with self._admitted(len(chunk)):
-                    huge = self._populate(chunk)
+                with self._admitted(size) as granted:
+                    chunk = self._take(granted)
+                    started = time.perf_counter()
+                    huge = self._populate(chunk) if chunk else 0
                 size = _adapt(len(chunk), time.perf_counter() - started, self._largest)
             finally:
                 self._go_out()
@@ -188,8 +188,8 @@ class Populate:
             self._next = min(self.total, start + size)
             return range(start, self._next)
 
-    def _admitted(self, length: int) -> AbstractContextManager[None]:
-        return self._guard.admitted(length) if self._guard is not None else nullcontext()
+    def _admitted(self, length: int) -> AbstractContextManager[int]:
+        return nullcontext(length) if self._guard is None else self._guard.admitted(length, _SMALLEST_CHUNK)
 
     def _populate(self, chunk: range) -> int:
         """Populate one chunk and return how many bytes of it are known to be huge."""
