@@ -294,14 +294,17 @@ def _look(description: Description, request: Request, file_size: int) -> _Look:
         status = description.status()
         if status.st_nlink == 0:
             return _Look.DELETED
-        _hold_world(description, request)
+        _check_world(description, request)
         # Without a cohort only a finished region may be joined. With one it must be sized and not yet released.
-        # Otherwise its creator died between our two tries, or its name is about to go.
+        # Otherwise its creator died between our two tries, or its name is about to go. And only who is inside holds a
+        # WORLD: where nobody does, the gate was held by one who died on the way in, and others like us; then this is a
+        # leftover.
         marks = status.st_mode & (READY_BIT | BROKEN_BIT)
-        if marks != (0 if request.is_cohort else READY_BIT) or status.st_size == 0:
-            description.unlock(WORLD)
+        is_whole = marks == (0 if request.is_cohort else READY_BIT) and status.st_size > 0
+        if not is_whole or description.find_held(WORLD) is None:
             description.unlock(GATE)
             return _Look.UNSETTLED
+        _hold_world(description, request)
         if status.st_size != file_size:
             raise RegionMismatchError(name=request.name, field="size", expected=request.size, found=status.st_size)
     except BaseException:
@@ -311,11 +314,16 @@ def _look(description: Description, request: Request, file_size: int) -> _Look:
 
 
 def _hold_world(description: Description, request: Request) -> None:
-    """Hold our local world size, and see that nobody inside holds another."""
+    """Hold our local world size, as everybody inside does."""
+    _check_world(description, request)
+    description.try_shared(WORLD.at(request.local_world_size))
+
+
+def _check_world(description: Description, request: Request) -> None:
+    """See that nobody inside holds another local world size."""
     world = request.local_world_size
     below, above = Range(WORLD.start, world), Range(WORLD.start + world + 1, WORLD.length - world - 1)
     for first, others in ((0, below), (world + 1, above)):
         found = description.find_held(others) if others.length else None
         if found is not None:
             raise RegionMismatchError(name=request.name, field="local_world_size", expected=world, found=first + found)
-    description.try_shared(WORLD.at(world))

@@ -24,6 +24,8 @@ _PR_SET_PDEATHSIG = 1
 
 # What another process can see the effect of. A kill before one of these equals a kill anywhere since the last.
 _VISIBLE_CALLS = {"open", "close", "fcntl", "ftruncate", "fchmod", "unlink"}
+# Reading facts of the host is no business of others.
+_READERS = ("_cgroup.py", "_host.py")
 _VISIBLE_WRAPPERS = {"mmap", "munmap", "try_madvise", "fallocate"}
 
 
@@ -121,7 +123,7 @@ class _StopAtCall:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if not code.co_filename.startswith(_PACKAGE):
+        if not code.co_filename.startswith(_PACKAGE) or code.co_filename.endswith(_READERS):
             return
         if event == "c_call" and argument.__name__ in _VISIBLE_CALLS:
             what = f"{argument.__name__} in {code.co_name}"

@@ -41,7 +41,7 @@ def test_a_rank_killed_before_any_of_its_calls(ranks, name, path):
     waiting = 0
     for point in itertools.count(1):
         at = killable(crew, 3, crew[1:3], name=name, point=point)
-        waiting = waiting + 1 if at == "fcntl in find_held" else 0
+        waiting = waiting + 1 if at == "fcntl in _ask" else 0
         if waiting > 8:  # it has come to where it only waits for the others, for ever
             crew[3].ask("hook", call="end_child")
             path.unlink()  # it died alone, and left what the next open would recycle

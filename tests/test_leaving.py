@@ -10,7 +10,7 @@ import pytest
 
 import aioshm
 from aioshm import _rendezvous
-from aioshm._locks import GATE, READY_BIT, Description
+from aioshm._locks import GATE, READY_BIT, WORLD, Description
 
 MIB = 1 << 20
 
@@ -26,6 +26,7 @@ def insider(path):
         os.ftruncate(description.fd, MIB)
         os.fchmod(description.fd, 0o600 | READY_BIT)
         assert description.try_shared(GATE)
+        assert description.try_shared(WORLD.at(0))
         return description
 
     yield make

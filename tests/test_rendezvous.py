@@ -257,6 +257,7 @@ def test_living_creator_is_never_timed_out(run, name, outsider):
         assert not done
         os.ftruncate(maker.fd, MIB)
         os.fchmod(maker.fd, 0o600 | READY_BIT)
+        assert maker.try_shared(WORLD.at(0))
         assert maker.try_shared(GATE)
         region = await asyncio.wait_for(task, 1)
         assert not region.created
