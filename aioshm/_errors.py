@@ -72,7 +72,7 @@ class InsufficientSpaceError(AioshmError):
             f"Insufficient space in {directory} for {allocation_name}: {mib_up(required)} MiB required, "
             f"{mib_down(available)} MiB free ({mib_up(required - available)} MiB short)."
             f"{_leftovers(reclaimable_leftovers, directory)} Increase {directory} "
-            "(e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory)." + _tail(hint)
+            "(e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory and a larger sizeLimit)." + _tail(hint)
         )
 
 

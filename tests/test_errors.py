@@ -205,7 +205,7 @@ def test_the_words_for_a_file_system_that_is_too_small():
     assert str(make(aioshm.InsufficientSpaceError)) == (
         "Insufficient space in /dev/shm for CPU KV cache: 65536.0 MiB required, 31743.9 MiB free (33792.1 MiB short). "
         "Leftovers of dead processes take 512.0 MiB of it: `aioshm gc` frees them. "
-        "Increase /dev/shm (e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory). "
+        "Increase /dev/shm (e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory and a larger sizeLimit). "
         "Lower --kv-offloading-size."
     )
 
@@ -225,7 +225,7 @@ def test_the_words_for_memory_that_is_too_small():
 @pytest.mark.parametrize("hint", [None, ""])
 def test_without_a_hint_nothing_is_appended(hint):
     error = aioshm.InsufficientSpaceError(**{**EXAMPLES["InsufficientSpaceError"], "hint": hint})
-    assert str(error).endswith("medium: Memory).")
+    assert str(error).endswith("a larger sizeLimit).")
 
 
 @pytest.mark.parametrize("size", [0, 4096, 1 << 20])

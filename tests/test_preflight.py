@@ -272,7 +272,8 @@ class TestSpace:
         }
         assert str(caught.value) == (
             "Insufficient space in /dev/shm for CPU KV cache: 100.1 MiB required, 100.0 MiB free (0.1 MiB short). "
-            "Increase /dev/shm (e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory). Lower it."
+            "Increase /dev/shm (e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory and a larger "
+            "sizeLimit). Lower it."
         )
 
     @pytest.mark.parametrize("policy", ["guard", "warn", "ignore"])
