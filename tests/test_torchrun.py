@@ -50,6 +50,6 @@ def test_node_that_cannot_open_its_region_fails_the_job_and_leaves_nothing(name,
     status, said, running = run(main())
     assert status == 1, said
     assert running == []
-    assert f"RegionMismatchError: Region 'kv.torchrun-{name}.n1.r0' exists with " in said
+    assert f"RegionMismatchError: Region 'kv.torchrun-{name}.n1.r0' exists with" in said
     assert "0 of 2 nodes right, left behind: [" in said  # the one that this process has
     assert "checksum right" not in said
