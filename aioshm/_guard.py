@@ -73,8 +73,8 @@ class Guard:
             smallest: Bytes that make sense; `length` is a multiple of it.
 
         Raises:
-            InsufficientMemoryError: There is no room for `smallest`, nothing else is in flight, and reclaim would not
-            help.
+            InsufficientMemoryError: There is no room for `smallest`, nothing else is in flight, and reclaim would
+                not help.
         """
         with self._settled:
             length = self._admit(length, smallest)
