@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from cgroups import MemoryGroup, find_memory_controller
 from ranks import RankCrew
+from reading import DATA, Reads, watched_reads
 
 SHM = Path("/dev/shm")
 _PREFIX = f"test-{os.getpid()}-"
@@ -91,6 +92,21 @@ def ranks(name: str) -> Iterator[RankCrew]:
     crew = RankCrew(name)
     yield crew
     crew.reap()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file to load, with other bytes in every place."""
+    path = tmp_path / "weights.bin"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.fixture
+def reads() -> Iterator[Reads]:
+    """What a load reads from its file while the test runs."""
+    with watched_reads() as reads:
+        yield reads
 
 
 @pytest.fixture

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import re
 import select
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from terminal import draw, environment, without_controls
 
 import aioshm.cli
 
@@ -94,15 +93,6 @@ class Demo:
             os.close(pipe)
 
 
-def environment(place: Path | None = None, **more: str) -> dict[str, str]:
-    """Return an environment in which nothing but the kind of the output decides how it looks."""
-    looks = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-    kept = {key: value for key, value in os.environ.items() if key not in looks}
-    if place is not None:
-        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(place), kept.get("PYTHONPATH")]))
-    return {**kept, "PYTHONIOENCODING": "utf-8", **more}
-
-
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
     """Start demos; reaped at the end of the test whatever happens."""
@@ -160,29 +150,11 @@ def test_ascii_where_the_output_takes_nothing_else():
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_progress_is_drawn_on_a_terminal(columns):
-    ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (30, columns))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aioshm", "demo", *SMALL],
-        stdin=its,
-        stdout=its,
-        stderr=its,
-        env=environment(TERM="xterm-256color"),
-    )
-    os.close(its)
-    pieces = []
-    try:
-        while piece := os.read(ours, 1 << 16):
-            pieces.append(piece)
-    except OSError:  # EIO: the other end is closed
-        pass
-    finally:
-        os.close(ours)
-    assert process.wait(60) == 0
-    drawn = b"".join(pieces).decode()
+    status, drawn = draw([sys.executable, "-m", "aioshm", "demo", *SMALL], columns=columns)
+    assert status == 0
     assert "\x1b[?25l" in drawn  # the cursor is hidden,
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # and shown again
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn)
+    text = without_controls(drawn)
     lines = re.split(r"[\r\n]+", text)
     for rank in range(3):
         assert [line for line in lines if line.startswith(f"rank {rank} starting") and "━━━" in line]

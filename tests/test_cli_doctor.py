@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from terminal import draw, environment, without_controls
 
 import aioshm
 from aioshm._host import read_file_system, read_memory
@@ -24,13 +23,6 @@ from aioshm.cli._trial import measure, try_huge_pages
 MIB = 1 << 20
 DOCTOR = (sys.executable, "-m", "aioshm", "doctor")
 LABELS = ["directory", "memory", "swap", "huge pages", "NUMA", "processors", "memlock", "leftovers", "speed"]
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Return an environment in which nothing but the kind of the output decides how it looks."""
-    looks = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-    kept = {key: value for key, value in os.environ.items() if key not in looks}
-    return {**kept, "PYTHONIOENCODING": "utf-8", **more}
 
 
 def doctor(
@@ -47,26 +39,11 @@ def doctor(
     )
 
 
-def draw(*arguments: object, columns: int) -> tuple[int, list[str]]:
+def draw_doctor(*arguments: object, columns: int) -> tuple[int, list[str]]:
     """Run it on a terminal, and return its exit status and the lines without their colours."""
-    ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (50, columns))
-    process = subprocess.Popen(
-        [*DOCTOR, *map(str, arguments)], stdin=its, stdout=its, stderr=its, env=environment(TERM="xterm-256color")
-    )
-    os.close(its)
-    pieces = []
-    try:
-        while piece := os.read(ours, 1 << 16):
-            pieces.append(piece)
-    except OSError:  # EIO: the other end is closed
-        pass
-    finally:
-        os.close(ours)
-    drawn = b"".join(pieces).decode()
+    status, drawn = draw([*DOCTOR, *map(str, arguments)], columns=columns, rows=50)
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor was hidden, and is shown again
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn)
-    return process.wait(60), [line.rstrip() for line in re.split(r"[\r\n]+", text)]
+    return status, [line.rstrip() for line in re.split(r"[\r\n]+", without_controls(drawn))]
 
 
 def row(out: str, label: str) -> str:
@@ -149,7 +126,7 @@ class TestSmallFileSystem:
     @pytest.mark.parametrize("columns", [80, 120])
     def test_on_a_terminal(self, small_tmpfs, columns):
         where = small_tmpfs(mib=64)
-        status, lines = draw("--size", "1GiB", "--directory", where, columns=columns)
+        status, lines = draw_doctor("--size", "1GiB", "--directory", where, columns=columns)
         assert status == 1
         assert max(map(len, lines)) <= columns
         assert "             ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ 64 MiB of 64 MiB free" in lines

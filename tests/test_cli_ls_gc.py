@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
 from leavings import MIB, NOBODY, SIZE, UID, has_answered, leave, stop_in_open
 from memory_maps import collapse_works
-from test_cli_demo import environment
+from terminal import draw, environment, without_controls
 
 import aioshm
 
@@ -43,21 +41,9 @@ def answer(what: str, place: Path, *options: str, program: str = AS_OURSELVES) -
 
 
 def on_a_terminal(what: str, place: Path, columns: int) -> list[str]:
-    ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (30, columns))
-    arguments = [sys.executable, "-m", "aioshm", what, "--directory", str(place)]
-    process = subprocess.Popen(arguments, stdin=its, stdout=its, stderr=its, env=environment(TERM="xterm-256color"))
-    os.close(its)
-    pieces = []
-    try:
-        while piece := os.read(ours, 1 << 16):
-            pieces.append(piece)
-    except OSError:  # EIO: the other end is closed
-        pass
-    finally:
-        os.close(ours)
-    assert process.wait(60) == 0
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(pieces).decode()).splitlines()
+    status, drawn = draw([sys.executable, "-m", "aioshm", what, "--directory", str(place)], columns=columns)
+    assert status == 0
+    return without_controls(drawn).splitlines()
 
 
 @pytest.fixture

@@ -10,32 +10,18 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cancelling import NOTHING, held
-from reading import DATA, MIB, SIZE, Reads, watched_reads
+from reading import DATA, MIB, SIZE
 
 import aioshm
 from aioshm import _loading
 
 FILL = 0xA5
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "weights.bin"
-    path.write_bytes(DATA)
-    return path
-
-
-@pytest.fixture
-def reads() -> Iterator[Reads]:
-    with watched_reads() as reads:
-        yield reads
 
 
 @pytest.fixture

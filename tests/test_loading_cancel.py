@@ -6,30 +6,16 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 from cancelling import NOTHING, Stepper, Strike, Way, every_way, for_ever, held
 from conftest import loop_factory
-from reading import DATA, SIZE, Reads, find_open, watched_reads
+from reading import DATA, SIZE, find_open
 
 import aioshm
 from aioshm import _loading
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "weights.bin"
-    path.write_bytes(DATA)
-    return path
-
-
-@pytest.fixture
-def reads() -> Iterator[Reads]:
-    with watched_reads() as reads:
-        yield reads
 
 
 @pytest.fixture(autouse=True)

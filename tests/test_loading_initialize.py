@@ -6,27 +6,12 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cancelling import NOTHING, held
-from reading import DATA, SIZE, Reads, watched_reads
+from reading import DATA, SIZE, watched_reads
 
 import aioshm
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "weights.bin"
-    path.write_bytes(DATA)
-    return path
-
-
-@pytest.fixture
-def reads() -> Iterator[Reads]:
-    with watched_reads() as reads:
-        yield reads
 
 
 def test_all_ranks_have_what_one_of_them_loaded(run, name, file, reads):
