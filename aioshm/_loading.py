@@ -18,7 +18,7 @@ from ._host import read_file_system
 from ._log import log
 from ._preflight import check_space
 from ._progress import Progress, Ticker
-from ._request import check_index
+from ._request import check_index, check_path
 from ._threads import run_regardless, run_through
 from ._units import mib
 
@@ -82,7 +82,7 @@ def load_from(
         raise TypeError(f"on_progress must be callable or None, not {type(on_progress).__name__}")
     return functools.partial(
         _load,
-        path=_check_path(path),
+        path=check_path("path", path, "a file"),
         offset=_check_bytes("offset", offset),
         file_offset=_check_bytes("file_offset", file_offset),
         length=None if length is None else _check_bytes("length", length),
@@ -203,17 +203,6 @@ def _adapt(size: int, count: int, seconds: float) -> int:
     """Return the size of the next read after one of `count` bytes took `seconds`: no sudden growth, no sudden fall."""
     wanted = int(count * _READ_SECONDS / seconds) if seconds > 0 else 2 * size
     return min(max(wanted, size // 2, _SMALLEST_READ), 2 * size, _LARGEST_READ)
-
-
-def _check_path(path: object) -> str:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or os.PathLike, not {type(path).__name__}")
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError(f"path must be text, not {type(text).__name__}")
-    if not text or "\0" in text:
-        raise ValueError(f"path must be the path of a file, not {text!r}")
-    return os.path.abspath(text)
 
 
 def _check_bytes(field: str, value: object) -> int:

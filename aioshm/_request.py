@@ -152,13 +152,21 @@ def check_ranks(local_rank: object, local_world_size: object) -> tuple[int, int]
 
 def check_directory(directory: object) -> str:
     """Return `directory` as an absolute path: a later chdir must not move the region."""
-    if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f"directory must be a str or os.PathLike, not {_kind(directory)}")
-    path = os.fspath(directory)
-    if not isinstance(path, str):
-        raise TypeError(f"directory must be text, not {_kind(path)}")
-    if not path or "\0" in path or not _is_encodable(path):
+    path = check_path("directory", directory, "a directory")
+    if not _is_encodable(path):
         raise ValueError(f"directory must be the path of a directory, not {path!r}")
+    return path
+
+
+def check_path(field: str, value: object, what: str) -> str:
+    """Return the path of `what` as an absolute one, in text."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{field} must be a str or os.PathLike, not {_kind(value)}")
+    path = os.fspath(value)
+    if not isinstance(path, str):
+        raise TypeError(f"{field} must be text, not {_kind(path)}")
+    if not path or "\0" in path:
+        raise ValueError(f"{field} must be the path of {what}, not {path!r}")
     return os.path.abspath(path)
 
 
