@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 from . import _cgroup, _host
 from ._cgroup import LevelWatch, MemoryFigures, MemoryLevel
-from ._libc import PAGE
-from ._preflight import Finding, host_figures, judge_memory, memory_error, memory_required
+from ._files import resident
+from ._preflight import Finding, host_figures, judge_memory, memory_error, memory_required, takes_memory
 from ._request import Request
 
 # Seconds between two looks at what seldom changes, or is seldom the tighter limit: /proc/meminfo, which sums over all
@@ -120,7 +120,7 @@ class Guard:
         if finding is not None and finding.verdict == "short":
             return finding
         spare = min((figures.headroom - required for figures in self._host), default=_PLENTY)
-        region = os.fstat(self._fd).st_blocks * 512
+        region = resident(os.fstat(self._fd))
         for watch in self._limited:
             limit, usage = watch.read_limit(), watch.read_usage()
             if limit is None or usage is None:
@@ -170,8 +170,5 @@ class _Taking:
 
 
 def guard_for(request: Request, fd: int, page: int) -> Guard | None:
-    """Return a guard where the request wants one and it has something to watch.
-
-    hugetlb pages were taken out of the host's memory when their pool was made, and memory groups do not count them.
-    """
-    return Guard(request, fd) if request.memory_policy == "guard" and page == PAGE else None
+    """Return a guard where the request wants one and it has something to watch."""
+    return Guard(request, fd) if request.memory_policy == "guard" and takes_memory(page) else None

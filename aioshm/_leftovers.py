@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ._files import find_fault, region_path
+from ._files import find_fault, region_path, resident
 from ._locks import GATE, READY_BIT, Description
 from ._request import check_name
 
 _FILE_NAME = re.compile(r"aioshm-(0|[1-9][0-9]{0,9})-(.+)", re.DOTALL)
 State = Literal["forming", "live", "leftover", "foreign", "unknown"]
 
-_BLOCK = 512  # what st_blocks counts, whatever the page: inode(7)
 # What stands in place of a region must not make us wait, or be changed by a look.
 _HARMLESSLY = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
@@ -115,7 +114,7 @@ def remove_leftover(path: str) -> int | None:
         # and has yet to lock: it finds the file deleted, and starts over.
         if not description.try_exclusive(GATE) or not description.is_at(path):
             return None
-        freed = description.status().st_blocks * _BLOCK
+        freed = resident(description.status())
         if not freed:
             return 0 if description.unlink(path) else None
         with _stand_in(path) as replaced:
@@ -187,7 +186,7 @@ def _found(path: str, name: str, user: int, status: os.stat_result, state: State
         device=status.st_dev,
         inode=status.st_ino,
         size=status.st_size,
-        resident=status.st_blocks * _BLOCK,
+        resident=resident(status),
         state=state,
         reason=reason,
     )

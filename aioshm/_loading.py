@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import aiofiles
 
-from ._errors import InsufficientSpaceError, RegionClosedError, ShortFileError
-from ._host import read_file_system
+from ._errors import RegionClosedError, ShortFileError
 from ._log import log
-from ._preflight import check_space
+from ._preflight import find_shortage
 from ._progress import Progress, Ticker
 from ._request import check_index, check_path
 from ._threads import run_regardless, run_through
@@ -177,13 +176,8 @@ class _Loading:
 
     def _translated(self, error: OSError, missing: int) -> Exception:
         """Return what an error of a read means. EFAULT: a page of the region could not be had, its tmpfs is full."""
-        request = self._region._request
-        if error.errno == errno.EFAULT:
-            try:
-                check_space(request, missing, read_file_system(request.directory))
-            except InsufficientSpaceError as full:
-                return full
-        return OSError(error.errno, error.strerror, self._path)
+        full = find_shortage(self._region._request, missing) if error.errno == errno.EFAULT else None
+        return full or OSError(error.errno, error.strerror, self._path)
 
 
 def _find_span(path: str, size: int, file_offset: int, length: int | None, offset: int, region_size: int) -> range:

@@ -197,7 +197,7 @@ def _look(need: Need) -> PreflightReport:
         free = _preflight.free_bytes(file_system)
         if usable:
             problems += _collect(lambda: _preflight.check_space(need, allocated, file_system))
-    takes_memory = file_system is None or _preflight.takes_memory(file_system)
+    takes_memory = file_system is None or _preflight.takes_memory(file_system.page)
     required = _preflight.memory_required(allocated) if takes_memory else 0
     levels = _cgroup.own_memory_levels()
     figures = _preflight.read_memory_figures(levels)

@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager, nullcontext
 from . import _cgroup, _libc
 from ._errors import HugePagesUnavailableError, InsufficientMemoryError, InsufficientSpaceError
 from ._guard import Guard
-from ._host import read_file_system, usable_cpus
+from ._host import usable_cpus
 from ._libc import HUGE_PAGE, PAGE
 from ._log import log
 from ._mapping import Mapping, round_up
-from ._preflight import check_space
+from ._preflight import find_shortage
 from ._progress import Ticker
 from ._request import Request
 from ._threads import StopFlag, run_all_through
@@ -270,25 +270,21 @@ class Populate:
         code = 0
         for _ in range(_TRIES):
             code = _libc.try_madvise(self._address + start, length, _libc.MADV_POPULATE_WRITE)
-            if code == errno.EFAULT:
-                self._check_space()  # full: raises. Else others have made room meanwhile
+            if code == errno.EFAULT:  # on tmpfs: a page it had no room for. Or others have made room meanwhile
+                full = self._find_shortage()
+                if full is not None:
+                    raise full
             elif code not in (errno.EINTR, errno.EAGAIN):
                 break
         return code
 
     def _translated(self, code: int, call: str) -> Exception:
         """Return what an errno of the kernel means here; the unknown stays as it is."""
-        if code == errno.ENOSPC:
-            try:
-                self._check_space()
-            except InsufficientSpaceError as error:
-                return error
-        return OSError(code, f"{call}: {os.strerror(code)}")
+        full = self._find_shortage() if code == errno.ENOSPC else None
+        return full or OSError(code, f"{call}: {os.strerror(code)}")
 
-    def _check_space(self) -> None:
-        """Raise InsufficientSpaceError where an errno meant that: EFAULT on tmpfs is a page it had no room for."""
-        left = max(self._page, self.total - self.done)
-        check_space(self._request, left, read_file_system(self._request.directory))
+    def _find_shortage(self) -> InsufficientSpaceError | None:
+        return find_shortage(self._request, max(self._page, self.total - self.done))
 
 
 async def run_populate(work: Populate, request: Request) -> int:

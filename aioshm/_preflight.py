@@ -119,12 +119,12 @@ def read_place(directory: str) -> FileSystem:
     return file_system
 
 
-def takes_memory(file_system: FileSystem) -> bool:
-    """Whether what is stored there is charged to memory groups and taken from what the host has free.
+def takes_memory(page: int) -> bool:
+    """Whether what is stored in pages of that size is charged to memory groups and taken from what the host has free.
 
     hugetlb pages were taken out of the host's memory when the pool was made, and memory groups do not count them.
     """
-    return file_system.kind != "hugetlbfs"
+    return page == _libc.PAGE
 
 
 def check(request: Request, allocated: int, file_system: FileSystem) -> None:
@@ -140,10 +140,19 @@ def check(request: Request, allocated: int, file_system: FileSystem) -> None:
         InsufficientMemoryError: A memory level has no room even after reclaim, and the policy is "guard".
     """
     check_space(request, allocated, file_system)
-    if request.memory_policy != "ignore" and takes_memory(file_system):
+    if request.memory_policy != "ignore" and takes_memory(file_system.page):
         finding = judge_memory(memory_required(allocated), read_memory_figures())
         if finding is not None:
             _act_on(finding, request)
+
+
+def find_shortage(need: Need, required: int) -> InsufficientSpaceError | None:
+    """Look whether a page could not be had for want of space: return the error that says so, or None."""
+    try:
+        check_space(need, required, _host.read_file_system(need.directory))
+    except InsufficientSpaceError as error:
+        return error
+    return None
 
 
 def check_space(need: Need, required: int, file_system: FileSystem) -> None:

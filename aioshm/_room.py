@@ -46,8 +46,7 @@ def map_region(request: Request, seat: Seat, page: int) -> Mapping:
         return Mapping(seat.description.fd, size=request.size, page=page)
     except OSError as error:
         if error.errno == errno.ENOMEM and page > _libc.PAGE:
-            try:
-                _preflight.check_space(request, round_up(request.size, page), read_file_system(request.directory))
-            except InsufficientSpaceError as short:
+            short = _preflight.find_shortage(request, round_up(request.size, page))
+            if short is not None:
                 raise short from error
         raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from aioshm import _leftovers
+from aioshm._files import resident
 from aioshm._host import read_file_system
 from aioshm._leftovers import find_owner, find_regions
 
@@ -111,7 +112,7 @@ def _released(directory: str, place: os.stat_result, file: File, mappers: list[M
         state="released",
         reason=None,
         size=status.st_size if status else max(mapper.end for mapper in mappers),
-        resident=status.st_blocks * 512 if status else None,
+        resident=resident(status) if status else None,
         huge_share=None,
         mapped_by=tuple(mappers),
     )

@@ -67,7 +67,7 @@ def find_default_size(directory: str) -> int:
         return HUGE_PAGE
     free = free_bytes(file_system)
     limits = [] if free is None else [free]
-    if takes_memory(file_system):
+    if takes_memory(file_system.page):
         limits += [figures.available for figures in read_figures(own_memory_levels())]
         memory = read_memory()
         limits += [memory.available] if memory else []
