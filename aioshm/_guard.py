@@ -34,6 +34,9 @@ _CALM_SECONDS = 0.005
 _WINDOW = 0.1
 _SHORTEST = 0.008
 _SPACING = 0.002
+# What a group's usage may rise by without anybody taking: the kernel charges in batches per processor, and page tables,
+# and our own heap grows.
+_NOISE = 2 << 20
 
 # Seconds that giving back takes at the most: to notice and to start, and then per byte, of small pages.
 _BACK_SECONDS = 0.05
@@ -163,7 +166,7 @@ class _Taking:
         """
         while self._seen and now - self._seen[0][0] > _WINDOW:
             self._seen.popleft()
-        rates = [(others - before) / (now - then) for then, before in self._seen if now - then >= _SHORTEST]
+        rates = [(others - before - _NOISE) / (now - then) for then, before in self._seen if now - then >= _SHORTEST]
         if not self._seen or now - self._seen[-1][0] >= _SPACING:
             self._seen.append((now, others))
         return max(0.0, *rates) if rates else 0.0
