@@ -139,18 +139,25 @@ class Populate:
         size = _FIRST_CHUNK
         while not stop and self._come_in():
             try:
-                if self._next == self.total:
+                # Taken first and admitted then: who is told no has something to populate that nobody else does.
+                chunk = self._take(size)
+                if not chunk:
                     return
-                with self._admitted(size) as granted:
-                    chunk = self._take(granted)
-                    started = time.perf_counter()
-                    huge = self._populate(chunk) if chunk else 0
+                started = time.perf_counter()
+                self._populate_as_admitted(chunk, stop)
                 size = _adapt(len(chunk), time.perf_counter() - started, self._largest)
             finally:
                 self._go_out()
+
+    def _populate_as_admitted(self, chunk: range, stop: StopFlag) -> None:
+        """Populate a chunk at once, or where memory is getting short, piece by piece."""
+        while chunk and not stop:
+            with self._admitted(len(chunk)) as granted:
+                huge = self._populate(chunk[:granted])
             with self._lock:
-                self.done += len(chunk)
+                self.done += len(chunk[:granted])
                 self.huge += huge
+            chunk = chunk[granted:]
 
     def _free(self) -> None:
         """Free the span step by step from where populating has come to: somebody waits for the first of it."""
