@@ -141,7 +141,6 @@ async def enter(request: Request, file_size: int) -> Seat:
 async def _enter(request: Request, file_size: int, removed: list[Description]) -> Seat:
     started = time.monotonic()
     patience = _Patience(request)
-    pauses = backoff()
     recycled = displaced = False
     while True:
         description = _open(request)
@@ -149,43 +148,51 @@ async def _enter(request: Request, file_size: int, removed: list[Description]) -
             await asyncio.sleep(0)  # no pause: whoever removed the name is done with it
             continue
         try:
-            look = _look(description, request, file_size)
-            try:
-                await _close_all(removed)
-            except BaseException:  # cancelled, maybe with the gate in hand: leaving removes the name, closing would not
-                if look.is_inside:
-                    Seat(description, request.path, "joiner").leave()
-                raise
-            while look in (_Look.FORMING, _Look.UNSETTLED):
-                patience.check(at_work=look is _Look.FORMING)
-                await asyncio.sleep(next(pauses))
-                look = _look(description, request, file_size)
-            if look is _Look.CREATOR and not description.made:
-                log.info("%s: took over %s, which its maker had left empty", request.allocation_name, request.path)
-            if look.is_inside:
-                kept, description = description, None
-                return Seat(
-                    kept,
-                    request.path,
-                    "creator" if look is _Look.CREATOR else "joiner",
-                    recycled=recycled,
-                    displaced=displaced,
-                    waited=time.monotonic() - started,
-                )
-            displaced = displaced or description.status().st_size > 0
-            if look is _Look.LEFTOVER:
-                recycled = True
-                log.info("%s: removed %s, left by a process that died", request.allocation_name, request.path)
-                removed.append(description)
-                description = None
-        except UnsupportedPlatformError:
-            # A stub that nobody can lock is nobody's: most likely we made it, just now.
-            if description is not None and not description.status().st_size:
-                description.unlink(request.path)
+            look = await _settle(description, request, file_size, removed, patience)
+        except BaseException:
+            await close(description)
             raise
-        finally:
-            if description is not None:
-                await close(description)
+        if look.is_inside:
+            return Seat(
+                description,
+                request.path,
+                "creator" if look is _Look.CREATOR else "joiner",
+                recycled=recycled,
+                displaced=displaced,
+                waited=time.monotonic() - started,
+            )
+        displaced = displaced or description.status().st_size > 0
+        if look is _Look.LEFTOVER:
+            recycled = True
+            log.info("%s: removed %s, left by a process that died", request.allocation_name, request.path)
+            removed.append(description)
+        else:
+            await close(description)
+
+
+async def _settle(
+    description: Description, request: Request, file_size: int, removed: list[Description], patience: _Patience
+) -> _Look:
+    """Look until it is decided what we are in this file; close what was removed on the way as soon as it is in hand."""
+    try:
+        look = _look(description, request, file_size)
+        try:
+            await _close_all(removed)
+        except BaseException:  # cancelled, maybe with the gate in hand: leaving removes the name, closing would not
+            if look.is_inside:
+                Seat(description, request.path, "joiner").leave()
+            raise
+        while look in (_Look.FORMING, _Look.UNSETTLED):
+            await patience.wait(at_work=look is _Look.FORMING)
+            look = _look(description, request, file_size)
+    except UnsupportedPlatformError:
+        # A stub that nobody can lock is nobody's: most likely we made it, just now.
+        if not description.status().st_size:
+            description.unlink(request.path)
+        raise
+    if look is _Look.CREATOR and not description.made:
+        log.info("%s: took over %s, which its maker had left empty", request.allocation_name, request.path)
+    return look
 
 
 async def _close_all(descriptions: list[Description]) -> None:
@@ -204,19 +211,25 @@ async def close(description: Description) -> None:
 
 
 class _Patience:
-    """The time-out: it runs only while nobody alive is at work, for slowness is not punished."""
+    """The pauses between two looks, and the time-out.
+
+    It runs only while nobody alive is at work, for slowness is not punished.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._idle_since = time.monotonic()
+        self._pauses = backoff()
 
-    def check(self, *, at_work: bool) -> None:
+    async def wait(self, *, at_work: bool) -> None:
+        """Pause; raises JoinTimeoutError where nobody was at work for too long."""
         now = time.monotonic()
         if at_work:
             self._idle_since = now
         waited = now - self._idle_since
         if self._request.timeout is not None and waited > self._request.timeout:
             raise JoinTimeoutError(name=self._request.name, path=self._request.path, waited=waited)
+        await asyncio.sleep(next(self._pauses))
 
 
 def _open(request: Request) -> Description | None:
