@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ranks import Rank, RankCrew
+
 _serial = itertools.count()
 
 
@@ -83,3 +85,11 @@ class MemoryGroup:
 
     def _file(self, v1: str, v2: str) -> Path:
         return self.path / (v1 if self.version == 1 else v2)
+
+
+def start_in(ranks: RankCrew, group: MemoryGroup) -> Rank:
+    """Start a rank inside the group that has loaded what an open loads, and keeps what is logged."""
+    rank = ranks.start(preexec=group.enter)
+    rank.ask("warm_up")
+    rank.ask("listen")
+    return rank

@@ -87,8 +87,11 @@ def there(place: Path, name: str) -> Path:
 
 
 @pytest.fixture
-def ranks(name: str) -> Iterator[RankCrew]:
-    """Rank processes (see `ranks`), killed and reaped at the end of the test whatever happens."""
+def ranks(name: str, memory_group: Callable[..., MemoryGroup]) -> Iterator[RankCrew]:
+    """Rank processes (see `ranks`), killed and reaped at the end of the test whatever happens.
+
+    Before the memory groups are removed, which they may be in.
+    """
     crew = RankCrew(name)
     yield crew
     crew.reap()

@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from cgroups import MemoryGroup
+from cgroups import MemoryGroup, start_in
 from hog import Hog
-from ranks import Rank, RankCrew
+from ranks import Rank
 
 from aioshm._host import read_memory
 
@@ -20,24 +20,11 @@ pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 
 @pytest.fixture
-def ranks(memory_group, ranks) -> RankCrew:
-    """The ranks end before their groups are removed."""
-    return ranks
-
-
-@pytest.fixture
 def directory(small_tmpfs) -> str:
     host = read_memory()
     if host is None or host.available < 3072 * MIB:
         pytest.skip("the host itself has less than 3 GiB of memory to give")
     return str(small_tmpfs(mib=2048))
-
-
-def start(ranks: RankCrew, group: MemoryGroup) -> Rank:
-    rank = ranks.start(preexec=group.enter)
-    rank.ask("warm_up")
-    rank.ask("listen")
-    return rank
 
 
 def send_open(rank: Rank, size: int, directory: str, *, then_stop: int | None = None, **options: Any) -> None:
@@ -51,7 +38,7 @@ def test_a_hundred_races_with_a_hog_in_the_same_group(memory_group, ranks, direc
     Once the region is open nothing can be done about a hog any more: then it is stopped.
     """
     group = memory_group(limit=384 * MIB)
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     before = group.usage
     outcomes = {"open": 0, "InsufficientMemoryError": 0}
     for run in range(RUNS):
@@ -81,7 +68,7 @@ def test_a_hundred_races_with_a_hog_in_the_same_group(memory_group, ranks, direc
 def test_a_limit_lowered_while_we_populate_is_seen(memory_group, ranks, directory):
     """A pod resized in place: the rank stands before a chunk, the limit goes down, and the chunk is refused."""
     group = memory_group(limit=512 * MIB)
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     before = group.usage
     rank.ask("stop_at", point="chunk", count=12)
     send_open(rank, 300 * MIB, directory, threads=1)
@@ -105,7 +92,7 @@ def test_of_groups_nested_three_deep_the_one_that_binds_is_named_with_its_own_fi
     for depth in range(3):
         limit = (256 if depth == binding else 1024) * MIB
         groups.append(memory_group(limit=limit, parent=groups[-1] if groups else None))
-    rank = start(ranks, groups[-1])
+    rank = start_in(ranks, groups[-1])
     send_open(rank, 300 * MIB, directory)
     answer = rank.answer()
     level = groups[binding]
@@ -120,7 +107,7 @@ def test_of_groups_nested_three_deep_the_one_that_binds_is_named_with_its_own_fi
 def test_the_reported_experiment(memory_group, ranks, directory, tmp_path, cached):
     """A limit of 1 GiB of which 300 MiB are left, and a region of 512 MiB: cache goes, shared memory does not."""
     group = memory_group(limit=1024 * MIB)
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     filler = ranks.start(preexec=group.enter)
     where = tmp_path / "cache" if cached else f"{directory}/other"
     filler.ask("cache", path=str(where), size=1024 * MIB - group.usage - 300 * MIB)

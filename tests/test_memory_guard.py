@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cgroups import MemoryGroup
-from ranks import Rank, RankCrew
+from cgroups import MemoryGroup, start_in
+from ranks import Rank
 
 from aioshm._host import read_file_system, read_memory
 
@@ -18,12 +18,6 @@ LIMIT = 512 * MIB
 SLACK = 24 * MIB
 
 pytestmark = pytest.mark.root
-
-
-@pytest.fixture
-def ranks(memory_group, ranks) -> RankCrew:
-    """The ranks end before their groups are removed."""
-    return ranks
 
 
 @pytest.fixture
@@ -46,14 +40,6 @@ def without_swap(group: MemoryGroup) -> MemoryGroup:
     with contextlib.suppress(FileNotFoundError):
         (group.path / name).write_text(value)
     return group
-
-
-def start(ranks: RankCrew, group: MemoryGroup) -> Rank:
-    """Start a rank inside the group that has loaded what an open loads, and keeps what is logged."""
-    rank = ranks.start(preexec=group.enter)
-    rank.ask("warm_up")
-    rank.ask("listen")
-    return rank
 
 
 def send_open(rank: Rank, size: int, directory: str, **options: Any) -> None:
@@ -91,7 +77,7 @@ def check_given_back(rank: Rank, group: MemoryGroup, before: int, directory: str
 
 @pytest.mark.parametrize("populate", [True, False])
 def test_what_cannot_fit_is_refused_before_a_page_is_touched(ranks, group, directory, populate):
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     held, before = rank.ask("holdings"), group.usage
     answer = open_here(rank, 700 * MIB, directory, populate=populate)
     check_error(answer, group)
@@ -103,7 +89,7 @@ def test_what_cannot_fit_is_refused_before_a_page_is_touched(ranks, group, direc
 
 
 def test_what_fits_is_taken_without_a_word(ranks, group, directory):
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     before = group.usage
     assert open_here(rank, 300 * MIB, directory)["outcome"] == "open"
     assert group.usage > before + 290 * MIB
@@ -115,7 +101,7 @@ def test_what_fits_is_taken_without_a_word(ranks, group, directory):
 @pytest.mark.parametrize("huge_pages", ["try", "off"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_memory_taken_by_another_process_in_the_middle_of_a_populate(ranks, group, directory, huge_pages, threads):
-    hog, rank = start(ranks, group), start(ranks, group)
+    hog, rank = start_in(ranks, group), start_in(ranks, group)
     before = group.usage
     rank.ask("stop_at", point="chunk", count=3 * threads)
     send_open(rank, 300 * MIB, directory, threads=threads, huge_pages=huge_pages)
@@ -134,7 +120,7 @@ def test_memory_taken_by_another_process_in_the_middle_of_a_populate(ranks, grou
 
 def test_memory_taken_after_the_guard_let_a_chunk_in(ranks, group, directory):
     """A full group refuses the huge page, and small pages are then not tried: they would end in the OOM killer."""
-    hog, rank = start(ranks, group), start(ranks, group)
+    hog, rank = start_in(ranks, group), start_in(ranks, group)
     before = group.usage
     rank.ask("stop_at", point="admitted")
     send_open(rank, 300 * MIB, directory, threads=1)
@@ -150,7 +136,7 @@ def test_memory_taken_after_the_guard_let_a_chunk_in(ranks, group, directory):
 
 def test_a_limit_that_is_lowered_in_the_middle_of_a_populate(ranks, memory_group, directory):
     group = without_swap(memory_group(limit=LIMIT))
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     before = group.usage
     rank.ask("stop_at", point="chunk", count=3)
     send_open(rank, 300 * MIB, directory, threads=1)
@@ -165,7 +151,7 @@ def test_a_limit_that_is_lowered_in_the_middle_of_a_populate(ranks, memory_group
 
 
 def test_waiting_ranks_take_over_once_there_is_room_again(ranks, group, directory):
-    hog, rank, second = start(ranks, group), start(ranks, group), start(ranks, group)
+    hog, rank, second = start_in(ranks, group), start_in(ranks, group), start_in(ranks, group)
     before = group.usage
     rank.ask("stop_at", point="chunk", count=3)
     send_open(rank, 200 * MIB, directory, threads=1)
@@ -188,7 +174,7 @@ def test_waiting_ranks_take_over_once_there_is_room_again(ranks, group, director
 def test_file_cache_makes_room_with_one_warning(ranks, group, directory, tmp_path):
     if read_file_system(str(tmp_path)).kind != "other":
         pytest.skip("the temporary directory stands in memory here: its files are no cache")
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     before = group.usage
     rank.ask("cache", timeout=100, path=str(tmp_path / "file"), size=400 * MIB)
     if group.usage < before + 390 * MIB:
@@ -207,7 +193,7 @@ def test_file_cache_makes_room_with_one_warning(ranks, group, directory, tmp_pat
 def test_the_limit_of_a_parent_binds_and_is_named(ranks, memory_group, directory, own):
     parent = without_swap(memory_group(limit=LIMIT))
     child = memory_group(limit=own, parent=parent)
-    rank = start(ranks, child)
+    rank = start_in(ranks, child)
     before = parent.usage
     check_error(open_here(rank, 700 * MIB, directory), parent)
     check_given_back(rank, parent, before, directory)
@@ -216,7 +202,7 @@ def test_the_limit_of_a_parent_binds_and_is_named(ranks, memory_group, directory
 def test_memory_of_a_sibling_counts_at_the_parent(ranks, memory_group, directory):
     parent = without_swap(memory_group(limit=LIMIT))
     child, sibling = memory_group(limit=LIMIT - MIB, parent=parent), memory_group(limit=None, parent=parent)
-    hog, rank = start(ranks, sibling), start(ranks, child)
+    hog, rank = start_in(ranks, sibling), start_in(ranks, child)
     hog.ask("take", size=250 * MIB)
     before = parent.usage
     check_error(open_here(rank, 300 * MIB, directory), parent)
@@ -226,12 +212,12 @@ def test_memory_of_a_sibling_counts_at_the_parent(ranks, memory_group, directory
 def test_the_tightest_of_a_chain_is_named(ranks, memory_group, directory):
     parent = memory_group(limit=2 * LIMIT)
     child = without_swap(memory_group(limit=LIMIT, parent=parent))
-    rank = start(ranks, child)
+    rank = start_in(ranks, child)
     check_error(open_here(rank, 700 * MIB, directory), child)
 
 
 def test_only_the_creator_checks_so_ranks_do_not_count_the_region_again(ranks, group, directory):
-    crew = [start(ranks, group) for _ in range(4)]
+    crew = [start_in(ranks, group) for _ in range(4)]
     for rank in crew:
         assert open_here(rank, 300 * MIB, directory)["outcome"] == "open"
     assert [warnings(rank) for rank in crew] == [[], [], [], []]
@@ -243,7 +229,7 @@ def test_only_the_creator_checks_so_ranks_do_not_count_the_region_again(ranks, g
 
 @pytest.mark.parametrize("policy", ["warn", "ignore"])
 def test_a_policy_that_does_not_refuse(ranks, group, directory, policy):
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     before = group.usage
     answer = open_here(rank, 700 * MIB, directory, memory_policy=policy, populate=False)
     assert answer["outcome"] == "open"
@@ -256,7 +242,7 @@ def test_a_policy_that_does_not_refuse(ranks, group, directory, policy):
 
 
 def test_the_guard_is_there_too_for_a_part_populated_later(ranks, group, directory):
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     before = group.usage
     assert open_here(rank, 300 * MIB, directory, populate=False)["outcome"] == "open"
     rank.ask("take", size=250 * MIB)

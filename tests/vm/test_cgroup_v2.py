@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cgroups import MemoryGroup
-from ranks import Rank, RankCrew
+from cgroups import MemoryGroup, start_in
+from ranks import Rank
 
 MIB = 1 << 20
 # What an interpreter's heap and the kernel's batches may add to a group between two looks.
@@ -18,22 +18,8 @@ pytestmark = [pytest.mark.vm, pytest.mark.root]
 
 
 @pytest.fixture
-def ranks(memory_group, ranks) -> RankCrew:
-    """The ranks end before their groups are removed."""
-    return ranks
-
-
-@pytest.fixture
 def directory(small_tmpfs) -> str:
     return str(small_tmpfs(mib=1024))
-
-
-def start(ranks: RankCrew, group: MemoryGroup) -> Rank:
-    """Start a rank inside the group that has loaded what an open loads, and keeps what is logged."""
-    rank = ranks.start(preexec=group.enter)
-    rank.ask("warm_up")
-    rank.ask("listen")
-    return rank
 
 
 def try_open(rank: Rank, size: int, directory: str) -> dict[str, Any]:
@@ -70,7 +56,7 @@ def test_of_three_nested_groups_the_one_with_the_limit_is_named(ranks, memory_gr
     outer = memory_group(limit=None)
     middle = memory_group(limit=None, parent=outer)
     inner = memory_group(limit=None, parent=middle)
-    uncle, rank = start(ranks, memory_group(limit=None, parent=outer)), start(ranks, inner)
+    uncle, rank = start_in(ranks, memory_group(limit=None, parent=outer)), start_in(ranks, inner)
     uncle.ask("take", size=24 * MIB)  # so that the levels differ in what they have
     rank.ask("cache", path=str(tmp_path / "file"), size=32 * MIB)
     for group in (inner, middle, outer):
@@ -86,7 +72,7 @@ def test_of_three_nested_groups_the_one_with_the_limit_is_named(ranks, memory_gr
 def test_file_cache_gives_way_and_a_file_in_memory_does_not(ranks, memory_group, directory, tmp_path):
     """An experiment that users reported, at a quarter of its size: a limit of 1 GiB, 300 MiB of it free, 512 wanted."""
     group = memory_group(limit=256 * MIB)
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     write(group, "memory.swap.max", 0)
     rank.ask("cache", timeout=100, path=str(tmp_path / "file"), size=256 * MIB - 75 * MIB - group.usage)
     free = 256 * MIB - group.usage  # the cache needs a few MiB of its own
@@ -118,7 +104,7 @@ def test_file_cache_gives_way_and_a_file_in_memory_does_not(ranks, memory_group,
 def test_memory_high_lowered_in_the_middle_of_a_populate(ranks, memory_group, directory):
     """Above memory.high nobody is killed, but throttled, until a populate hardly moves."""
     group = memory_group(limit=None)
-    rank = start(ranks, group)
+    rank = start_in(ranks, group)
     before = group.usage
     rank.ask("stop_at", point="chunk", count=6)
     options = {"directory": directory, "threads": 1}
@@ -143,7 +129,7 @@ def test_of_swap_counts_what_its_tightest_limit_leaves(ranks, memory_group, dire
     parent = memory_group(limit=None)
     group = memory_group(limit=128 * MIB, parent=parent)
     swapper = group if limited == "own" else parent
-    hog, rank = start(ranks, group), start(ranks, group)
+    hog, rank = start_in(ranks, group), start_in(ranks, group)
     write(swapper, "memory.swap.max", 0)
     hog.ask("take", size=128 * MIB - 40 * MIB - group.usage)
     check_refused(try_open(rank, 64 * MIB, directory), group, 128 * MIB)
