@@ -136,6 +136,12 @@ class TestSmallFileSystem:
         assert not [line for line in lines if "…" in line]
         assert any(line.startswith("✗ Insufficient space in") for line in lines)
 
+    def test_a_path_longer_than_a_line_is_told_whole(self, small_tmpfs):
+        where = small_tmpfs(mib=64) / ("deep-" * 20 + "end")
+        where.mkdir()
+        _, lines = draw_doctor("--size", "1GiB", "--directory", where, columns=80)
+        assert f"Insufficientspacein{where}fortheregion" in "".join("".join(lines).split())
+
 
 @pytest.mark.root
 @pytest.mark.parametrize("options", ["", "huge=always"])

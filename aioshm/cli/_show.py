@@ -78,6 +78,8 @@ def show_finding(console: Console, finding: Finding) -> None:
         say(console, f"{mark} {finding.text}")
         return
     grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")  # a path longer than a line is told whole
     grid.add_row(Text(mark, style), Text(finding.text, "" if finding.held is not False else style))
     show(console, grid)
 
