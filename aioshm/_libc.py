@@ -40,6 +40,11 @@ _FALLOC_FL_PUNCH_HOLE = 0x02
 TMPFS_MAGIC = 0x01021994
 HUGETLBFS_MAGIC = 0x958458F6
 
+# linux/inotify.h: what happens to a region's file that somebody may wait for. Unlinking is a change of attributes.
+_IN_MODIFY = 0x002
+_IN_ATTRIB = 0x004
+_IN_CLOSE_WRITE = 0x008
+
 SUPPORTED = sys.platform == "linux" and sys.maxsize > 1 << 32
 
 if SUPPORTED:
@@ -128,6 +133,30 @@ def punch_hole(fd: int, offset: int, length: int) -> None:
     """
     if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, length):
         raise _last_error("fallocate")
+
+
+def inotify_init() -> int:
+    """Return a new inotify descriptor that does not block. See inotify_init(2).
+
+    Raises:
+        OSError: As the kernel says; EMFILE where the user's instances are used up.
+    """
+    fd: int = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if fd < 0:
+        raise _last_error("inotify_init1")
+    return fd
+
+
+def inotify_add_watch(fd: int, path: str) -> None:
+    """Watch the file at `path`, a link followed, for changes of its size or attributes, and for closed descriptions.
+
+    See inotify_add_watch(2).
+
+    Raises:
+        OSError: As the kernel says; ENOSPC where the user's watches are used up.
+    """
+    if _libc.inotify_add_watch(fd, os.fsencode(path), _IN_MODIFY | _IN_ATTRIB | _IN_CLOSE_WRITE) < 0:
+        raise _last_error("inotify_add_watch")
 
 
 def file_system_magic(path: str) -> int:

@@ -34,6 +34,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Literal
 
+from . import _libc
 from ._errors import UnsupportedPlatformError
 
 
@@ -95,6 +96,7 @@ class Description:
         With `access=os.O_RDONLY` it can look at the table, but hold nothing exclusively.
         """
         self.made: bool = bool(flags & os.O_EXCL)
+        self._watch = -1
         with _fork_lock:
             self.fd = os.open(path, flags | access | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             _open_descriptions.add(self)
@@ -113,6 +115,7 @@ class Description:
             fd, self.fd = self.fd, -1
             if fd < 0:
                 return
+            self.unwatch()  # it keeps the file, and with it the memory
             _being_closed[id(self)] = fd, os.fstat(fd)
         try:
             os.close(fd)
@@ -129,6 +132,33 @@ class Description:
     def mark(self, bit: int) -> None:
         """Set one of the bits that outlive us."""
         os.fchmod(self.fd, stat.S_IRUSR | stat.S_IWUSR | bit)
+
+    def ring(self) -> None:
+        """Raise an event for those who `watch`, though nothing but the file's times changes.
+
+        Not by setting the mode it has: somebody may set a bit between our look and our deed, and it would be lost.
+        """
+        os.utime(self.fd)
+
+    def watch(self) -> int | None:
+        """Return an inotify descriptor that becomes readable when something happens to the file, until `unwatch`.
+
+        None where there is none to be had: a user's instances are limited, or /proc is missing. See inotify(7).
+        """
+        with _fork_lock:
+            try:
+                self._watch = _libc.inotify_init()
+                _libc.inotify_add_watch(self._watch, f"/proc/self/fd/{self.fd}")
+            except OSError:
+                self.unwatch()
+                return None
+            return self._watch
+
+    def unwatch(self) -> None:
+        """Close what `watch` returned; twice is fine."""
+        watch, self._watch = self._watch, -1
+        if watch >= 0:
+            os.close(watch)
 
     def is_at(self, path: str) -> bool:
         """Whether `path` still names this file: to be asked before it is unlinked."""

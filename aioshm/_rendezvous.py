@@ -14,7 +14,7 @@ import time
 from enum import Enum, auto
 from typing import Literal
 
-from ._backoff import backoff
+from ._bell import Bell
 from ._errors import (
     InsufficientSpaceError,
     JoinTimeoutError,
@@ -45,6 +45,11 @@ class _Look(Enum):
     def is_inside(self) -> bool:
         """Whether the gate is ours now, exclusively or shared."""
         return self in (_Look.CREATOR, _Look.JOINER)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether to look again later."""
+        return self in (_Look.FORMING, _Look.UNSETTLED)
 
 
 class Seat:
@@ -80,6 +85,7 @@ class Seat:
     def let_in(self) -> None:
         """Let the other ranks in, to a file that has its size: make the gate shared, which leaves no gap."""
         self.description.try_shared(GATE)
+        self.description.ring()
         self.forming = False
 
     def finish(self) -> None:
@@ -182,9 +188,11 @@ async def _settle(
             if look.is_inside:
                 Seat(description, request.path, "joiner").leave()
             raise
-        while look in (_Look.FORMING, _Look.UNSETTLED):
-            await patience.wait(at_work=look is _Look.FORMING)
-            look = _look(description, request, file_size)
+        if look.is_pending:
+            with Bell(description) as bell:
+                while look.is_pending:
+                    await bell.wait(patience.left(at_work=look is _Look.FORMING))
+                    look = _look(description, request, file_size)
     except UnsupportedPlatformError:
         # A stub that nobody can lock is nobody's: most likely we made it, just now.
         if not description.status().st_size:
@@ -211,25 +219,23 @@ async def close(description: Description) -> None:
 
 
 class _Patience:
-    """The pauses between two looks, and the time-out.
-
-    It runs only while nobody alive is at work, for slowness is not punished.
-    """
+    """The time-out. It runs only while nobody alive is at work, for slowness is not punished."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._idle_since = time.monotonic()
-        self._pauses = backoff()
+        self._idle_since: float | None = None
 
-    async def wait(self, *, at_work: bool) -> None:
-        """Pause; raises JoinTimeoutError where nobody was at work for too long."""
+    def left(self, *, at_work: bool) -> float | None:
+        """Return the seconds that are left; raises JoinTimeoutError where nobody was at work for too long."""
+        if at_work or self._request.timeout is None:
+            self._idle_since = None
+            return None
         now = time.monotonic()
-        if at_work:
-            self._idle_since = now
+        self._idle_since = self._idle_since or now  # since we know of it: the last look may be long ago
         waited = now - self._idle_since
-        if self._request.timeout is not None and waited > self._request.timeout:
+        if waited > self._request.timeout:
             raise JoinTimeoutError(name=self._request.name, path=self._request.path, waited=waited)
-        await asyncio.sleep(next(self._pauses))
+        return self._request.timeout - waited
 
 
 def _open(request: Request) -> Description | None:

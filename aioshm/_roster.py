@@ -10,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from typing import TypeVar
 
-from ._backoff import backoff
+from ._backoff import SHORTEST
+from ._bell import Bell
 from ._cgroup import own_memory_levels
 from ._errors import JoinTimeoutError, PeerLostError, RankInUseError, RegionRemovedError
 from ._locks import BROKEN_BIT, CLAIM, PID, PID_BITS, READY, READY_BIT, RELEASE, Description, Range
 from ._request import Request
+
+# Seconds of rest between two looks, for each pair of ranks: all their looks then take half a processor at most.
+_REST = 3e-6
 
 # Seconds between two looks while this rank is busy itself. A look costs about 1 us per rank.
 _WATCH_INTERVAL = 0.02
@@ -110,10 +114,9 @@ class Roster:
             JoinTimeoutError: Ranks never came.
             RegionRemovedError: The name was deleted from outside.
         """
-        for pause in self._pauses():
-            if self._look() is not _State.GATHERING:
-                return
-            await asyncio.sleep(pause)
+        with self._bell() as bell:
+            while self._look() is _State.GATHERING:
+                await bell.wait(self._arrival_left())
 
     async def release(self) -> None:
         """Mark ourselves ready, and return when all ranks are and the name is gone.
@@ -124,10 +127,10 @@ class Roster:
             RegionRemovedError: The name was deleted from outside.
         """
         self._description.try_exclusive(READY.at(self._request.local_rank))
-        for pause in self._pauses():
-            if self._try_finish(self._look()):
-                return
-            await asyncio.sleep(pause)
+        self._description.ring()  # for a creator that waits with its initialize
+        with self._bell() as bell:
+            while not self._try_finish(self._look()):
+                await bell.wait(self._arrival_left())
 
     def break_up(self) -> None:
         """Leave a cohort that was not released: remove the name, then let our marks go, so that all see it at once."""
@@ -138,10 +141,9 @@ class Roster:
         for marks in (READY.at(self._request.local_rank), CLAIM.at(self._request.local_rank)):
             description.unlock(marks)
 
-    def _pauses(self) -> Iterator[float]:
-        """Yield pauses that grow with the number of ranks: or their looks would add up to all the CPU there is."""
-        for pause in backoff():
-            yield max(pause, pause * self._request.local_world_size / 16)
+    def _bell(self) -> Bell:
+        """Return what wakes us. Every rank looks at every other: what that costs together must stay bounded."""
+        return Bell(self._description, rest=max(SHORTEST, _REST * self._request.local_world_size**2))
 
     def _try_finish(self, state: _State) -> bool:
         description, path = self._description, self._request.path
@@ -174,6 +176,12 @@ class Roster:
         if status.st_mode & BROKEN_BIT or status.st_nlink == 0:
             return self._look_at_ruins(missing)
         return _State.COMPLETE if len(self._ready) == len(self._others) else _State.GATHERING
+
+    def _arrival_left(self) -> float | None:
+        """Return the seconds that missing ranks have left; None where none is missing, or they have all the time."""
+        if self._request.timeout is None or len(self._pids) == len(self._others):
+            return None
+        return max(0.0, self._started + self._request.timeout - time.monotonic())
 
     def _check_arrival(self, missing: tuple[int, ...]) -> None:
         """Raise where ranks are missing and the time is up: that is the cause, also where peers gave up before us."""

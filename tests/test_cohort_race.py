@@ -10,6 +10,7 @@ import pytest
 
 import aioshm
 from aioshm import _roster
+from aioshm._bell import Bell
 
 MIB = 1 << 20
 ROUNDS = 500
@@ -61,25 +62,17 @@ def test_the_slowest_poller_sees_the_release_when_all_others_have_left(run, monk
     """Rank 0 looks, sees one missing, and then does not look again before everybody else is done and gone."""
     gate = asyncio.Event()
     slept = asyncio.Event()
-    pauses = _roster.Roster._pauses
+    make_bell = _roster.Roster._bell
 
-    def slow_pauses(roster):
-        return (Slow() if roster._request.local_rank == 0 else pause for pause in pauses(roster))
-
-    class Slow(float):
-        pass
-
-    real_sleep = asyncio.sleep
-
-    async def sleep(seconds, *result):
-        if isinstance(seconds, Slow):
+    class Deaf(Bell):
+        async def wait(self, at_most=None):
             slept.set()
             await gate.wait()
-        else:
-            await real_sleep(seconds, *result)
 
-    monkeypatch.setattr(_roster.Roster, "_pauses", slow_pauses)
-    monkeypatch.setattr(_roster.asyncio, "sleep", sleep)
+    def bell(roster):
+        return Deaf(roster._description) if roster._request.local_rank == 0 else make_bell(roster)
+
+    monkeypatch.setattr(_roster.Roster, "_bell", bell)
 
     async def rank(index):
         async with aioshm.open_region(name, MIB, local_rank=index, local_world_size=3) as region:

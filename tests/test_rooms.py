@@ -18,7 +18,7 @@ ROOMS = [
     {"_backoff", "_files", "_libc", "_log", "_report", "_units"},
     {"_errors"},
     {"_cgroup", "_locks", "_mapping", "_progress", "_threads"},
-    {"_host", "_request", "_views"},
+    {"_bell", "_host", "_request", "_views"},
     {"_leftovers"},
     {"_preflight", "_rendezvous", "_roster"},
     {"_guard", "_room"},
