@@ -16,7 +16,7 @@ from ranks import RankError
 from tracing import traced
 
 import aioshm
-from aioshm import _libc, _populate
+from aioshm import _libc, _pace, _pages
 from aioshm._libc import HUGE_PAGE, PAGE
 
 MIB = 1 << 20
@@ -78,7 +78,7 @@ def refuse(monkeypatch):
 
 def test_legacy_kernel_is_warned_of_once_and_its_pages_stay_out_of_core_files(run, name, path, caplog, refuse):
     refuse({_libc.MADV_POPULATE_WRITE: errno.EINVAL, _libc.MADV_COLLAPSE: errno.EINVAL})
-    _populate._warn_of_old_kernel.cache_clear()
+    _pages._warn_of_old_kernel.cache_clear()
 
     async def main():
         with caplog.at_level(logging.WARNING, "aioshm"):
@@ -153,7 +153,7 @@ def test_poisoned_memory_keeps_its_name(ranks, path, when):
 
 @pytest.mark.parametrize(("code", "asked"), [(errno.EAGAIN, 8), (errno.EINVAL, 1)])
 def test_huge_pages_that_do_not_come_are_not_asked_for_for_ever(run, name, monkeypatch, refuse, code, asked):
-    monkeypatch.setattr(_populate, "_LARGEST_CHUNK", HUGE_PAGE)  # many chunks
+    monkeypatch.setattr(_pace, "LARGEST_CHUNK", HUGE_PAGE)  # many chunks
     advice = refuse({_libc.MADV_COLLAPSE: code})
 
     async def main():
@@ -169,7 +169,7 @@ def test_huge_pages_that_do_not_come_are_not_asked_for_for_ever(run, name, monke
     ("seconds", "expected"), [(math.inf, [4] + [8] * 30 + [6]), (0.0, [4] + [2] * 123)], ids=["fast", "slow"]
 )
 def test_chunks_grow_while_they_are_fast_and_shrink_when_slow(run, name, monkeypatch, refuse, seconds, expected):
-    monkeypatch.setattr(_populate, "_CHUNK_SECONDS", min(seconds, 1e6))
+    monkeypatch.setattr(_pace, "CHUNK_SECONDS", min(seconds, 1e6))
     advice = refuse({})
 
     async def main():
@@ -183,11 +183,11 @@ def test_chunks_grow_while_they_are_fast_and_shrink_when_slow(run, name, monkeyp
 @given(chunk=st.integers(1, 32), seconds=st.floats(1e-9, 100))
 def test_next_chunk_aims_at_its_time_in_whole_huge_pages(chunk, seconds):
     length = chunk * HUGE_PAGE
-    following = _populate._adapt(length, seconds, _populate._LARGEST_CHUNK)
+    following = _pace.next_chunk(length, seconds, _pace.LARGEST_CHUNK)
     assert following % HUGE_PAGE == 0
     assert HUGE_PAGE <= following <= min(2 * length, 32 * HUGE_PAGE)
     at_this_rate = seconds * following / length
-    assert at_this_rate <= _populate._CHUNK_SECONDS * 1.01 or following == HUGE_PAGE
+    assert at_this_rate <= _pace.CHUNK_SECONDS * 1.01 or following == HUGE_PAGE
 
 
 def taker(directory: Path):
@@ -206,7 +206,7 @@ def taker(directory: Path):
 def test_space_that_is_taken_between_check_and_populate(run, name, small_tmpfs, monkeypatch, huge_pages, threads):
     """vllm #46949: OSError Bad address. However the kernel says it, it is the space that is short."""
     # Chunks of 4, 8, 16, 32 MiB: one page per 2 MiB of the last still fits into 40 MiB, and its collapse does not.
-    monkeypatch.setattr(_populate, "_CHUNK_SECONDS", 1e6)
+    monkeypatch.setattr(_pace, "CHUNK_SECONDS", 1e6)
     directory = small_tmpfs(mib=64)
 
     async def main():

@@ -13,8 +13,8 @@ from aioshm._cgroup import own_cpu_quota
 from aioshm._errors import AioshmError
 from aioshm._host import Node, read_memory, read_nodes
 from aioshm._leftovers import Found, find_regions
+from aioshm._pace import thread_count
 from aioshm._picture import PreflightReport, preflight
-from aioshm._populate import thread_count
 
 from ._trial import HugePageTrial, Sample, choose_sample_size, make_request, measure, trial_size, try_huge_pages
 
@@ -83,7 +83,7 @@ def examine(size: int | None, directory: str) -> Examination:
 async def _examine(size: int | None, directory: str) -> Examination:
     report = await preflight(size or 1, directory=directory, allocation_name="the region")
     request = make_request(size or _ANY_SIZE, directory)
-    threads = thread_count(request, request.size)
+    quota = own_cpu_quota()
     host = read_memory()
     found = Examination(
         size=size,
@@ -92,8 +92,8 @@ async def _examine(size: int | None, directory: str) -> Examination:
         swap_free=host.swap_free if host else None,
         nodes=read_nodes(),
         cpus=len(os.sched_getaffinity(0)),
-        quota=own_cpu_quota(),
-        threads=threads,
+        quota=quota,
+        threads=thread_count(request, request.size, quota),
         memlock=_read_memlock(),
         huge_pages=None,
         sample=None,

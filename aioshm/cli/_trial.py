@@ -19,7 +19,7 @@ from aioshm._populate import Populate, run_populate
 from aioshm._request import Request, check_request
 from aioshm._threads import run_regardless
 
-# Enough for each thread to have what one is worth starting for (see `_populate.thread_count`), and soon done.
+# Enough for each thread to have what one is worth starting for (see `_pace.thread_count`), and soon done.
 _PER_THREAD = 64 << 20
 _LARGEST = 1 << 30
 
