@@ -1,4 +1,4 @@
-"""Decides how a range is populated, and touches nothing: how large the next chunk is, in how many threads."""
+"""Decides how a range is populated, and touches nothing: sizes of chunks, numbers of threads, and when those rest."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ FIRST_CHUNK = 2 * HUGE_PAGE
 # faster.
 LARGEST_CHUNK = 4 * HUGE_PAGE
 LARGEST_MAPPED_CHUNK = 32 * HUGE_PAGE
+
+# Of a CPU quota, what populating may use: where it is used up, all of the group stands still until the next period, the
+# event loop too.
+_OF_QUOTA = 0.85
+# Seconds. Shorter rests are saved up, for a timer costs some 0.1 ms; who was kept from working works no faster later.
+_SHORTEST_REST = 0.001
+_LONGEST_CREDIT = 0.01
 
 # Zeroing pages is bound by memory bandwidth, which a socket's first few cores use up.
 _MOST_THREADS = 16
@@ -40,3 +47,42 @@ def thread_count(request: Request, total: int, quota: float | None) -> int:
         return min(request.threads or 1, pieces)
     ranks = request.local_world_size or 1
     return min(pieces, _MOST_THREADS, max(1, usable_cpus(quota) // ranks))
+
+
+def duty(quota: float | None, *, cpus: int, ranks: int, threads: int) -> float:
+    """Return which share of its time a thread may be busy, so that all ranks together leave some of the quota.
+
+    Args:
+        quota: As for `thread_count`.
+        cpus: Processors that the ranks can keep busy together: as many do not use up a quota that is no smaller.
+        ranks: How many populate at the same time; they are taken to be under the same quota.
+        threads: How many of them there are in each rank.
+    """
+    if quota is None or quota >= cpus:
+        return 1.0
+    return min(1.0, _OF_QUOTA * quota / (ranks * threads))
+
+
+class Rests:
+    """When one thread rests, and how long, to be busy for no more than a share of its time."""
+
+    def __init__(self, share: float, now: float, busy: float) -> None:
+        """Begin.
+
+        Args:
+            share: Of its time, what it may be busy.
+            now: Seconds on a clock that never stands still.
+            busy: Seconds of processor time that the thread has had.
+        """
+        self._share = share
+        self._now = now
+        self._busy = busy
+
+    def due(self, now: float, busy: float) -> float:
+        """Return for how many seconds it should rest from `now` on, or 0.0; it is taken to do so."""
+        ahead = (busy - self._busy) / self._share - (now - self._now)
+        if -_LONGEST_CREDIT < ahead < _SHORTEST_REST:
+            return 0.0
+        rest = max(0.0, ahead)
+        self._now, self._busy = now + rest, busy
+        return rest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from . import _cgroup, _libc, _pace
 from ._errors import InsufficientMemoryError
 from ._guard import Guard
+from ._host import usable_cpus
 from ._libc import HUGE_PAGE
 from ._mapping import Mapping, round_up
 from ._pages import Pages
@@ -77,6 +80,7 @@ class Populate:
         self._relieve = relieve
         self._largest = _pace.LARGEST_MAPPED_CHUNK if present else _pace.LARGEST_CHUNK
         self._abandoned = False
+        self._stop: StopFlag | None = None
         self._inside = 0
         self._lock = threading.Condition()
 
@@ -85,8 +89,12 @@ class Populate:
         """Why not all of it is huge, as far as the kernel says."""
         return self._pages.small_page_reason
 
-    def work(self, stop: StopFlag) -> None:
+    def work(self, stop: StopFlag, duty: float = 1.0) -> None:
         """Populate chunk after chunk until none is left or `stop` is set; run by every thread.
+
+        Args:
+            stop: Looked at before each chunk.
+            duty: Which share of its time the thread may be busy.
 
         Raises:
             InsufficientSpaceError: The file system is full.
@@ -94,16 +102,18 @@ class Populate:
             HugePagesUnavailableError: Huge pages are required, and the kernel gave none.
             OSError: Whatever else the kernel says, such as ENOMEM or EHWPOISON.
         """
+        self._stop = stop
         try:
-            self._populate_chunks(stop)
+            self._populate_chunks(stop, duty)
         except InsufficientMemoryError:
             stop.set()
             if self._relieve:
                 self._free()
             raise
 
-    def _populate_chunks(self, stop: StopFlag) -> None:
+    def _populate_chunks(self, stop: StopFlag, duty: float) -> None:
         size = _pace.FIRST_CHUNK
+        rests = _pace.Rests(duty, time.perf_counter(), time.thread_time()) if duty < 1 else None
         while not stop and self._come_in():
             try:
                 # Taken first and admitted then: who is told no has something to populate that nobody else does.
@@ -115,6 +125,10 @@ class Populate:
                 size = _pace.next_chunk(len(chunk), time.perf_counter() - started, self._largest)
             finally:
                 self._go_out()
+            if rests is not None:
+                rest = rests.due(time.perf_counter(), time.thread_time())
+                if rest:  # counted out: nobody who unmaps waits for it
+                    stop.wait(rest)
 
     def _populate_as_admitted(self, chunk: range, stop: StopFlag) -> None:
         """Populate a chunk at once, or where memory is getting short, piece by piece."""
@@ -140,6 +154,8 @@ class Populate:
         """Stop it from another thread, and return when none is in the memory or at the file: within one chunk."""
         with self._lock:
             self._abandoned = True
+            if self._stop is not None:  # for who rests
+                self._stop.set()
             self._lock.wait_for(lambda: not self._inside)
 
     def _come_in(self) -> bool:
@@ -183,11 +199,15 @@ async def run_populate(work: Populate, request: Request) -> int:
     Cancellation:
         Felt within one chunk.
     """
-    threads = _pace.thread_count(request, work.total, _cgroup.own_cpu_quota()) if work.total else 0
+    quota, ranks = _cgroup.own_cpu_quota(), request.local_world_size or 1
+    threads = _pace.thread_count(request, work.total, quota) if work.total else 0
     try:
         if threads:
             with Ticker(request.on_progress, lambda: work.done, work.total, what=request.allocation_name):
-                await run_all_through([work.work] * threads, name="populate")
+                # One process has the processors of its mask; where ranks are bound to different ones, all may be busy.
+                cpus = usable_cpus(None) if ranks == 1 else os.cpu_count() or 1
+                duty = _pace.duty(quota, cpus=cpus, ranks=ranks, threads=threads)
+                await run_all_through([functools.partial(work.work, duty=duty)] * threads, name="populate")
     finally:
         work.close()
     return threads

@@ -20,17 +20,21 @@ T = TypeVar("T")
 class StopFlag:
     """Tells the work of one call to stop: set on cancellation, and when a sibling thread failed."""
 
-    __slots__ = ("_set",)
+    __slots__ = ("_event",)
 
     def __init__(self) -> None:
-        self._set = False
+        self._event = threading.Event()
 
     def set(self) -> None:
         """Ask the work to stop at its next look."""
-        self._set = True
+        self._event.set()
+
+    def wait(self, seconds: float) -> None:
+        """Rest for so long, or until it is set: at once where it is."""
+        self._event.wait(seconds)
 
     def __bool__(self) -> bool:
-        return self._set
+        return self._event.is_set()
 
 
 async def run_through(work: Callable[[StopFlag], T], *, name: str) -> T:

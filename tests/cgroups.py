@@ -1,4 +1,4 @@
-"""Memory control groups made for a test: real limits, real OOM kills."""
+"""Control groups made for a test: real limits of memory, real OOM kills; real quotas of processor time."""
 
 from __future__ import annotations
 
@@ -74,17 +74,60 @@ class MemoryGroup:
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     def remove(self) -> None:
-        for _ in range(200):  # a killed process leaves its group a moment after it was reaped
-            try:
-                self.path.rmdir()
-            except OSError:
-                time.sleep(0.01)
-            else:
-                return
-        self.path.rmdir()
+        _remove(self.path)
 
     def _file(self, v1: str, v2: str) -> Path:
         return self.path / (v1 if self.version == 1 else v2)
+
+
+class CpuGroup:
+    """A group that may use so many processors' worth of time."""
+
+    def __init__(self, path: Path, version: int, quota: float) -> None:
+        self.path = path
+        file, text = ("cpu.cfs_quota_us", "{}") if version == 1 else ("cpu.max", "{} 100000")
+        (path / file).write_text(text.format(int(quota * 100_000)))
+
+    @classmethod
+    def make(cls, quota: float) -> CpuGroup | None:
+        """Make one; None where this process may not."""
+        for mount, version in ((Path("/sys/fs/cgroup/cpu"), 1), (Path("/sys/fs/cgroup"), 2)):
+            if (mount / "cgroup.procs").exists() and os.geteuid() == 0:
+                path = mount / f"aioshm-test-{os.getpid()}-{next(_serial)}"
+                try:
+                    path.mkdir()
+                except OSError:
+                    return None
+                try:
+                    return cls(path, version, quota)
+                except OSError:  # the controller is not there
+                    path.rmdir()
+                    return None
+        return None
+
+    @property
+    def throttled(self) -> int:
+        """In how many periods the quota was used up."""
+        stat = dict(line.split() for line in (self.path / "cpu.stat").read_text().splitlines())
+        return int(stat["nr_throttled"])
+
+    def enter(self) -> None:
+        """Move the calling process in: for `preexec_fn`."""
+        (self.path / "cgroup.procs").write_text(str(os.getpid()))
+
+    def remove(self) -> None:
+        _remove(self.path)
+
+
+def _remove(path: Path) -> None:
+    for _ in range(200):  # a killed process leaves its group a moment after it was reaped
+        try:
+            path.rmdir()
+        except OSError:
+            time.sleep(0.01)
+        else:
+            return
+    path.rmdir()
 
 
 def start_in(ranks: RankCrew, group: MemoryGroup) -> Rank:

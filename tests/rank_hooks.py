@@ -52,6 +52,15 @@ async def warm_up() -> dict[str, Any]:
         return {}
 
 
+async def put(where: str, value: float) -> dict[str, Any]:
+    """Give a module's figure (such as "aioshm._pace._OF_QUOTA") another value."""
+    owner, _, attribute = where.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    assert hasattr(owner, attribute)
+    setattr(owner, attribute, value)
+    return {}
+
+
 async def hold(path: str, exclusive: list[list[int]], shared: list[list[int]]) -> dict[str, Any]:
     """Open `path` and lock ranges of it, given as [start, length], until this process ends."""
     from aioshm._locks import Description, Range

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
-from pathlib import Path
 
 import pytest
 from memory_maps import collapse_works, mapped, whole_pages
@@ -142,50 +140,6 @@ def test_no_more_threads_than_processors_or_work(ranks):
     free.ask("close")
     assert free.open(MIB)["report"]["threads"] == 1
     free.ask("close")
-
-
-@pytest.fixture
-def cpu_group():
-    """Make a control group that may use `quota` processors, and return how to enter it; needs root."""
-    made: list[Path] = []
-
-    def make(quota: float):
-        versions = {
-            Path("/sys/fs/cgroup/cpu"): ("cpu.cfs_quota_us", "{}"),
-            Path("/sys/fs/cgroup"): ("cpu.max", "{} 100000"),
-        }
-        for mount, (file, text) in versions.items():
-            if (mount / "cgroup.procs").exists() and os.geteuid() == 0:
-                group = mount / f"aioshm-test-{os.getpid()}"
-                try:
-                    group.mkdir()
-                    made.append(group)
-                    (group / file).write_text(text.format(int(quota * 100_000)))
-                except OSError as error:
-                    pytest.skip(f"processor groups cannot be made here: {error}")
-                return lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
-        pytest.skip("no processor controller that this process may make groups in")
-
-    yield make
-    for group in made:
-        deadline = time.monotonic() + 10
-        while True:  # a killed process leaves its group a moment after it was reaped
-            try:
-                group.rmdir()
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            else:
-                break
-
-
-@pytest.mark.root
-@pytest.mark.parametrize(("quota", "threads"), [(1.5, 1), (0.5, 1), (64, None)])
-def test_no_more_threads_than_the_quota(cpu_group, ranks, quota, threads):  # ranks go before their group does
-    rank = ranks.start(preexec=cpu_group(quota))
-    expected = threads or min(3, len(os.sched_getaffinity(0)))
-    assert rank.open(MANY)["report"]["threads"] == expected
-    rank.ask("close")
 
 
 @pytest.mark.root

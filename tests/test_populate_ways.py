@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from memory_maps import collapse_works, flags, mapped, whole_pages
 from ranks import RankError
 from tracing import traced
@@ -178,16 +176,6 @@ def test_chunks_grow_while_they_are_fast_and_shrink_when_slow(run, name, monkeyp
 
     run(main())
     assert [length // MIB for kind, length in advice if kind == _libc.MADV_POPULATE_WRITE] == expected
-
-
-@given(chunk=st.integers(1, 32), seconds=st.floats(1e-9, 100))
-def test_next_chunk_aims_at_its_time_in_whole_huge_pages(chunk, seconds):
-    length = chunk * HUGE_PAGE
-    following = _pace.next_chunk(length, seconds, _pace.LARGEST_CHUNK)
-    assert following % HUGE_PAGE == 0
-    assert HUGE_PAGE <= following <= min(2 * length, 32 * HUGE_PAGE)
-    at_this_rate = seconds * following / length
-    assert at_this_rate <= _pace.CHUNK_SECONDS * 1.01 or following == HUGE_PAGE
 
 
 def taker(directory: Path):
