@@ -12,6 +12,7 @@ import errno
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from . import _libc
@@ -21,6 +22,7 @@ from ._log import log
 from ._mapping import Mapping, round_up
 from ._preflight import find_shortage
 from ._request import Request
+from ._worth import Way, Worth
 
 # After so many ranges in a row without a huge page there are none to be had, and asking costs a compaction each time.
 _PATIENCE = 8
@@ -74,6 +76,8 @@ class Pages:
         self._confirm = confirm
         self._missing = missing
         self._required = self.collapse and request.huge_pages == "require"
+        self._worth = Worth() if self.collapse and not self._required else None
+        self._sampled: list[range] = []
         self._in_vain = 0
         self._legacy = False
         self._lock = threading.Lock()
@@ -93,10 +97,14 @@ class Pages:
         if self.is_hugetlb:
             self._touch(chunk.start, len(chunk))
             return len(chunk)
+        started = time.perf_counter()
         whole = chunk[: len(chunk) // HUGE_PAGE * HUGE_PAGE]
-        huge = self._make_huge(whole) if self.collapse else 0
+        way = self._choose() if whole else "small"
+        huge = self._make_huge(whole) if way == "huge" else 0
         if huge < len(chunk):
             self._touch(chunk.start + huge, len(chunk) - huge)
+        if self._worth is not None and whole:
+            self._note(self._worth, way, whole, time.perf_counter() - started)
         if self._required and huge < len(whole):  # only now: where space was short, the touch has said so
             raise HugePagesUnavailableError(
                 allocation_name=self._request.allocation_name,
@@ -105,23 +113,54 @@ class Pages:
             )
         return huge
 
+    def make_up(self) -> int | None:
+        """Make huge, at the end, the next of what a trial left in small pages; return the bytes, None: nothing is left.
+
+        Nothing is left either where huge pages are not asked for any more.
+        """
+        with self._lock:
+            chunk = self._sampled.pop() if self.collapse and self._sampled else None
+        if chunk is None:
+            return None
+        return 0 if self._try_collapse(chunk) else len(chunk)
+
     def free(self, chunk: range) -> None:
         """Free a chunk of the span again; what it held is gone."""
         _libc.punch_hole(self._fd, self._offset + chunk.start, len(chunk))
+
+    def _choose(self) -> Way:
+        if not self.collapse:
+            return "small"
+        return "huge" if self._worth is None else self._worth.choose()
+
+    def _note(self, worth: Worth, way: Way, whole: range, seconds: float) -> None:
+        """Note how long it took, a refusal included; small pages of a trial are remembered, and a verdict heeded."""
+        worth.note(way, len(whole), seconds)
+        with self._lock:
+            if way == "small" and self.collapse:
+                self._sampled.append(whole)
+            if worth.verdict is not None and self.collapse:
+                self.collapse, self.small_page_reason = False, worth.verdict
 
     def _make_huge(self, whole: range) -> int:
         """Collapse huge page by huge page's worth from the chunk's start; return the bytes that worked out."""
         for start in whole[::HUGE_PAGE]:
             self._touch(start, PAGE)
-        if not whole or not self.collapse:  # the touch may have found a kernel too old for either
+        if not self.collapse:  # the touch may have found a kernel too old for either
             return 0
+        if self._try_collapse(whole):
+            self._confirm()  # a full memory group says EBUSY here, where a touch would be killed
+            return 0
+        return len(whole)
+
+    def _try_collapse(self, whole: range) -> int:
+        """Collapse and return 0 or an errno; how that goes on is noted."""
         code = _libc.try_madvise(self._address + whole.start, len(whole), _libc.MADV_COLLAPSE)
-        if code == 0:
+        if code:
+            self._explain(code)
+        else:
             self._in_vain = 0
-            return len(whole)
-        self._explain(code)
-        self._confirm()  # a full memory group says EBUSY here, where a touch would be killed
-        return 0
+        return code
 
     def _explain(self, code: int) -> None:
         """Note why a chunk was not collapsed, and give up on huge pages where it will not get better."""

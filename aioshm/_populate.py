@@ -119,7 +119,7 @@ class Populate:
                 # Taken first and admitted then: who is told no has something to populate that nobody else does.
                 chunk = self._take(size)
                 if not chunk:
-                    return
+                    break
                 started = time.perf_counter()
                 self._populate_as_admitted(chunk, stop)
                 size = _pace.next_chunk(len(chunk), time.perf_counter() - started, self._largest)
@@ -129,6 +129,19 @@ class Populate:
                 rest = rests.due(time.perf_counter(), time.thread_time())
                 if rest:  # counted out: nobody who unmaps waits for it
                     stop.wait(rest)
+        self._make_up(stop)
+
+    def _make_up(self, stop: StopFlag) -> None:
+        """Make huge what a trial left in small pages."""
+        while not stop and self._come_in():
+            try:
+                huge = self._pages.make_up()
+                if huge is None:
+                    return
+                with self._lock:
+                    self.huge += huge
+            finally:
+                self._go_out()
 
     def _populate_as_admitted(self, chunk: range, stop: StopFlag) -> None:
         """Populate a chunk at once, or where memory is getting short, piece by piece."""

@@ -19,7 +19,7 @@ ROOMS = [
     {"_errors"},
     {"_cgroup", "_locks", "_mapping", "_progress", "_threads"},
     {"_bell", "_host", "_request", "_views"},
-    {"_leftovers", "_pace"},
+    {"_leftovers", "_pace", "_worth"},
     {"_preflight", "_rendezvous", "_roster"},
     {"_guard", "_pages", "_room"},
     {"_populate"},

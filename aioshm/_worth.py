@@ -1,0 +1,76 @@
+"""Decides whether huge pages are worth their time: where memory is fragmented, each may take a compaction.
+
+A slow page alone says nothing: a virtual machine's fresh memory is slow in either size, and so is a busy machine. So
+both sizes are tried in turns, and their medians are compared. Huge ones may be slower, for they pay later as well:
+whoever joins maps them a hundred times faster, and they are given back seventy times faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from typing import Literal
+
+from ._libc import HUGE_PAGE
+
+Way = Literal["huge", "small"]
+
+# Seconds for a huge page, and how many chunks in a row that slow call for a trial. Small pages of that size take less.
+_SLOW = 0.002
+_SLOW_IN_A_ROW = 3
+# How many chunks of either size a trial takes: three of them would have to be held up by something else.
+_SAMPLES = 5
+_TOO_SLOW = 3.0
+# How many chunks pass after a trial that huge pages stood before the next may begin; twice as many every time.
+_PAUSE = 32
+
+
+class Worth:
+    """What the chunks that were populated tell about either size of page; shared by threads.
+
+    Attributes:
+        verdict: Why huge pages are not worth it, in words; None for as long as they are.
+    """
+
+    def __init__(self) -> None:
+        self.verdict: str | None = None
+        self._slow = 0
+        self._pause = 0
+        self._next_pause = _PAUSE
+        self._samples: dict[Way, list[float]] | None = None
+        self._chosen = 0
+        self._lock = threading.Lock()
+
+    def choose(self) -> Way:
+        """Return how the next chunk is to be populated: small only for a trial, or when the verdict is that."""
+        if self.verdict is not None:
+            return "small"
+        if self._samples is None:
+            return "huge"
+        with self._lock:
+            self._chosen += 1
+            return "small" if self._chosen % 2 else "huge"
+
+    def note(self, way: Way, length: int, seconds: float) -> None:
+        """Note how long a chunk of `length` bytes took."""
+        per_page = seconds * HUGE_PAGE / length
+        with self._lock:
+            if self._samples is not None:
+                self._samples[way].append(per_page)
+                if min(map(len, self._samples.values())) >= _SAMPLES:
+                    self._judge(self._samples)
+            elif way == "huge":
+                self._pause -= 1
+                self._slow = self._slow + 1 if per_page > _SLOW else 0
+                if self._slow >= _SLOW_IN_A_ROW and self._pause < 0:
+                    self._samples = {"huge": [], "small": []}
+
+    def _judge(self, samples: dict[Way, list[float]]) -> None:
+        huge, small = (statistics.median(samples[way]) for way in ("huge", "small"))
+        if huge > _TOO_SLOW * small:
+            self.verdict = (
+                f"huge pages came {huge / small:.1f} times slower than small ones: memory is fragmented "
+                f"({huge * 1e3:.1f} ms for 2 MiB against {small * 1e3:.1f} ms, medians of {_SAMPLES} samples)"
+            )
+        self._samples, self._slow = None, 0
+        self._pause, self._next_pause = self._next_pause, self._next_pause * 2

@@ -1,0 +1,162 @@
+"""Whether huge pages are worth it: decided by both sizes in turns, never by a slow chunk alone, and said in words."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_maps import collapse_works, mapped, whole_pages
+
+import aioshm
+from aioshm import _libc, _pace, _pages, _worth
+from aioshm._libc import HUGE_PAGE
+from aioshm._worth import Worth
+
+MIB = 1 << 20
+FAST, SLOW = 0.0005, 0.010  # seconds for a huge page
+
+
+def populate(worth: Worth, huge: list[float], small: float) -> list[str]:
+    """Note a chunk for each of `huge`, those that it wanted small as long as `small`; return what it wanted."""
+    ways = []
+    for seconds in huge:
+        way = worth.choose()
+        ways.append(way)
+        worth.note(way, HUGE_PAGE, seconds if way == "huge" else small)
+    return ways
+
+
+def test_fast_chunks_and_a_slow_one_now_and_then_call_for_no_trial():
+    worth = Worth()
+    assert set(populate(worth, [FAST, FAST, SLOW, SLOW] * 100, small=FAST)) == {"huge"}
+
+
+def test_slow_chunks_in_a_row_call_for_a_trial_in_turns():
+    ways = populate(Worth(), [FAST, SLOW, SLOW, SLOW] + [SLOW] * 10 + [SLOW] * 5, small=SLOW)
+    assert ways == ["huge"] * 4 + ["small", "huge"] * 5 + ["huge"] * 5
+
+
+def test_huge_pages_that_are_much_slower_are_given_up_and_the_figures_said():
+    worth = Worth()
+    ways = populate(worth, [SLOW] * 40, small=0.0008)
+    assert ways == ["huge"] * 3 + ["small", "huge"] * 5 + ["small"] * 27
+    assert worth.verdict == (
+        "huge pages came 12.5 times slower than small ones: memory is fragmented "
+        "(10.0 ms for 2 MiB against 0.8 ms, medians of 5 samples)"
+    )
+
+
+@pytest.mark.parametrize("small", [SLOW, SLOW / 2, SLOW / 2.9])
+def test_where_both_are_slow_huge_pages_stay_and_trials_get_rarer(small):
+    """As in a virtual machine, whose host has to find the memory first."""
+    worth = Worth()
+    ways = populate(worth, [SLOW] * 1000, small=small)
+    assert worth.verdict is None
+    first = [number for number, way in enumerate(ways) if way == "small"][::5]
+    assert ways.count("small") == 5 * len(first)
+    pauses = [after - before for before, after in itertools.pairwise(first)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] > 30
+    assert pauses[-1] > 200
+
+
+@given(held_up=st.sets(st.integers(0, 4), max_size=2), way=st.sampled_from(["huge", "small"]))
+def test_two_samples_that_something_else_held_up_decide_nothing(held_up, way):
+    worth = Worth()
+    populate(worth, [SLOW] * 3, small=SLOW)
+    for number in range(5):
+        for kind in ("small", "huge"):
+            assert worth.choose() == kind
+            worth.note(kind, HUGE_PAGE, 1.0 if kind == way and number in held_up else FAST)
+    assert worth.verdict is None
+    assert worth.choose() == "huge"
+
+
+def test_chunks_of_any_size_are_compared_by_the_byte():
+    worth = Worth()
+    populate(worth, [SLOW] * 3, small=SLOW)
+    for _ in range(5):
+        worth.note(worth.choose(), 4 * HUGE_PAGE, 4 * SLOW)
+        worth.note(worth.choose(), HUGE_PAGE, SLOW)
+    assert worth.verdict is None
+
+
+@pytest.fixture
+def slow_collapse(monkeypatch):
+    """Let a collapse take as long as under compaction; return what was asked for, by address."""
+    if not collapse_works():
+        pytest.skip("this kernel makes no huge pages by MADV_COLLAPSE")
+    real, asked = _libc.try_madvise, []
+    seconds = [0.05]
+
+    def try_madvise(address: int, length: int, advice: int) -> int:
+        if advice == _libc.MADV_COLLAPSE:
+            asked.append(address)
+            threading.Event().wait(seconds[0] * length / HUGE_PAGE)
+        return real(address, length, advice)
+
+    monkeypatch.setattr(_libc, "try_madvise", try_madvise)
+    return asked
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_populate_gives_them_up(run, name, slow_collapse, threads):
+    async def main():
+        async with aioshm.open_region(name, 160 * MIB + 5, threads=threads) as region:
+            report = region.report
+            assert "times slower than small ones" in report.small_page_reason
+            assert mapped(region, "ShmemPmdMapped") == report.huge < 64 * MIB
+            assert report.populated == mapped(region, "Rss") == whole_pages(region.size)
+            assert len(slow_collapse) <= 10 + threads
+
+    run(main())
+
+
+def test_required_ones_are_not_put_to_trial(run, name, slow_collapse):
+    async def main():
+        async with aioshm.open_region(name, 40 * MIB, huge_pages="require", threads=1) as region:
+            assert region.report.huge == 40 * MIB
+            assert region.report.small_page_reason is None
+
+    run(main())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_a_trial_left_small_is_made_huge_when_they_stand_it(run, name, path, slow_collapse, monkeypatch, threads):
+    monkeypatch.setattr(_worth, "_TOO_SLOW", 1e9)
+    monkeypatch.setattr(_pace, "LARGEST_CHUNK", HUGE_PAGE)
+
+    async def main():
+        async with aioshm.open_region(name, 160 * MIB, threads=threads) as region:
+            assert region.report.huge == mapped(region, "ShmemPmdMapped") == 160 * MIB
+            assert region.report.small_page_reason is None
+            assert path.stat().st_blocks * 512 == 160 * MIB
+
+    run(main())
+    assert sorted(slow_collapse) != slow_collapse  # some were asked for at the end
+
+
+def test_what_cannot_be_made_up_is_told(run, name, monkeypatch, slow_collapse):
+    """The samples stay small where the kernel refuses them at the end."""
+    monkeypatch.setattr(_worth, "_TOO_SLOW", 1e9)
+    monkeypatch.setattr(_pages.Pages, "make_up", _refused(_pages.Pages.make_up, monkeypatch))
+
+    async def main():
+        async with aioshm.open_region(name, 40 * MIB, threads=1) as region:
+            assert 0 < region.report.huge < 40 * MIB
+            assert "ENOMEM" in region.report.small_page_reason
+
+    run(main())
+
+
+def _refused(make_up, monkeypatch):
+    def refused(pages):
+        with monkeypatch.context() as patch:
+            patch.setattr(_libc, "try_madvise", lambda *_: errno.ENOMEM)
+            return make_up(pages)
+
+    return refused
