@@ -77,11 +77,11 @@ class InsufficientSpaceError(AioshmError):
 
 
 class InsufficientMemoryError(AioshmError, MemoryError):
-    """A memory cgroup, or the host, has no room for the region; raised instead of an OOM kill.
+    """A memory cgroup, the host, or a NUMA node that was asked for, has no room; raised instead of an OOM kill.
 
     Attributes:
         allocation_name: What the memory was for.
-        level: The limit that binds: the path of a cgroup directory, or `"host"`.
+        level: The limit that binds: the path of a cgroup directory, `"host"`, or a NUMA node such as `"node 1"`.
         required: Bytes still needed.
         limit: Bytes the level allows altogether.
         usage: Bytes in use there.
@@ -108,11 +108,16 @@ class InsufficientMemoryError(AioshmError, MemoryError):
         self.reclaimable = reclaimable
         self.hint = hint
         available = self.available
-        where, remedy = (
-            ("on this host", "Ask for less, or free memory on the host.")
-            if level == "host"
-            else (f"in memory cgroup {level}", "Ask for less, or raise the memory limit of the container or pod.")
-        )
+        if level == "host":
+            where, remedy = "on this host", "Ask for less, or free memory on the host."
+        elif level.startswith("node "):
+            where, remedy = (
+                f"on NUMA {level}",
+                "Ask for less, free memory there, or let it lie on other nodes too (numa=).",
+            )
+        else:
+            where = f"in memory cgroup {level}"
+            remedy = "Ask for less, or raise the memory limit of the container or pod."
         super().__init__(
             f"Insufficient memory {where} for {allocation_name}: {mib_up(required)} MiB required, "
             f"{mib_down(available)} MiB available ({mib_up(required - available)} MiB short): limit {mib(limit)} MiB, "

@@ -18,11 +18,19 @@ from collections.abc import Iterator
 from . import _cgroup, _host
 from ._cgroup import LevelWatch, MemoryFigures, MemoryLevel
 from ._files import resident
-from ._preflight import Finding, host_figures, judge_memory, memory_error, memory_required, takes_memory
+from ._preflight import (
+    Finding,
+    host_figures,
+    judge_memory,
+    memory_error,
+    memory_required,
+    node_figures,
+    takes_memory,
+)
 from ._request import Request
 
 # Seconds between two looks at what seldom changes, or is seldom the tighter limit: /proc/meminfo, which sums over all
-# processors, and levels that have no limit.
+# processors, the memory nodes that were asked for, and levels that have no limit.
 _INTERVAL = 0.02
 
 # Where all levels have so many bytes to spare, the next look may wait for so many seconds: nobody takes them in that
@@ -150,6 +158,8 @@ class Guard:
         self._limited = [watch for watch in self._watches if watch.read_limit() is not None]
         memory = _host.read_memory()
         self._host = [host_figures(memory)] if memory is not None else []
+        if isinstance(self._request.numa, tuple):
+            self._host += node_figures(self._request.numa)
         self._host_swap = memory.swap_free if memory is not None else 0
 
 

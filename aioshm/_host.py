@@ -11,6 +11,9 @@ from typing import Literal
 from . import _libc
 from ._cgroup import unescape
 
+_NODES = "sys/devices/system/node"
+_NODE = re.compile(r"node\d+")
+
 
 @dataclass(frozen=True)
 class HostMemory:
@@ -88,11 +91,12 @@ class HugePagePool:
 
 @dataclass(frozen=True)
 class Node:
-    """One NUMA node and its memory, in bytes."""
+    """One NUMA node and its memory, in bytes; `reclaimable` is what the kernel would drop: file cache and slab."""
 
     number: int
     total: int
     free: int
+    reclaimable: int = 0
 
 
 def read_memory(root: str = "/") -> HostMemory | None:
@@ -200,26 +204,88 @@ def find_mount(mountinfo: str, number: str) -> Mount | None:
 
 def read_nodes(root: str = "/") -> tuple[Node, ...]:
     """Read the NUMA nodes that have memory, in order; none where the kernel was built without NUMA."""
-    where = os.path.join(root, "sys/devices/system/node")
     try:
-        numbers = sorted(int(name[4:]) for name in os.listdir(where) if re.fullmatch(r"node\d+", name))
+        names = os.listdir(os.path.join(root, _NODES))
     except OSError:
         return ()
-    nodes = (_read_node(where, number) for number in numbers)
+    nodes = (read_node(number, root) for number in sorted(int(name[4:]) for name in names if _NODE.fullmatch(name)))
     return tuple(node for node in nodes if node is not None and node.total)
 
 
-def _read_node(where: str, number: int) -> Node | None:
+def read_node(number: int, root: str = "/") -> Node | None:
+    """Read the memory of one NUMA node; None where it cannot be read."""
     figures: dict[str, int] = {}
     try:
-        with open(os.path.join(where, f"node{number}/meminfo"), encoding="ascii") as lines:
+        with open(os.path.join(root, _NODES, f"node{number}/meminfo"), encoding="ascii") as lines:
             for line in lines:
                 fields = line.split()  # Node 0 MemTotal: 16000000 kB
-                if fields[2:3] in (["MemTotal:"], ["MemFree:"]):
+                if len(fields) > 3:
                     figures[fields[2]] = int(fields[3]) * 1024
-        return Node(number, figures["MemTotal:"], figures["MemFree:"])
+        reclaimable = sum(figures.get(key, 0) for key in ("Active(file):", "Inactive(file):", "SReclaimable:"))
+        return Node(number, figures["MemTotal:"], figures["MemFree:"], reclaimable)
     except (OSError, ValueError, LookupError):
         return None
+
+
+def read_node_pool(number: int, page: int, root: str = "/") -> tuple[int, int] | None:
+    """Return how many hugetlb pages of `page` bytes a NUMA node has, and how many are free; None where unknown."""
+    pool = os.path.join(root, _NODES, f"node{number}/hugepages/hugepages-{page // 1024}kB")
+    try:
+        return _read_number(os.path.join(pool, "nr_hugepages")), _read_number(os.path.join(pool, "free_hugepages"))
+    except (OSError, ValueError):
+        return None
+
+
+def read_node_numbers(root: str = "/") -> tuple[int, ...]:
+    """Return the NUMA nodes that have memory; none where the kernel was built without NUMA, or it cannot be read."""
+    try:
+        with open(os.path.join(root, _NODES, "has_memory"), encoding="ascii") as file:
+            return _parse_list(file.read())
+    except (OSError, ValueError):
+        return ()
+
+
+def read_allowed_nodes(root: str = "/") -> tuple[int, ...]:
+    """Return those of the NUMA nodes with memory that the cpuset of this process lets it take from."""
+    nodes = read_node_numbers(root)
+    try:
+        with open(os.path.join(root, "proc/self/status"), encoding="ascii", errors="replace") as lines:
+            allowed = [line.split()[1] for line in lines if line.startswith("Mems_allowed_list:")]
+        return tuple(sorted(set(nodes) & set(_parse_list(allowed[0]))))
+    except (OSError, ValueError, LookupError):
+        return nodes
+
+
+def read_node_reserves(root: str = "/") -> dict[int, int]:
+    """Return the bytes of each NUMA node that the kernel keeps to itself; nothing where they cannot be read.
+
+    As its own estimate has it (mm/page_alloc.c: calculate_totalreserve_pages): what is free up to the high watermark,
+    and what it protects of each zone.
+    """
+    reserves: dict[int, int] = {}
+    node = high = managed = 0
+    try:
+        with open(os.path.join(root, "proc/zoneinfo"), encoding="ascii") as lines:
+            for line in lines:
+                fields = line.split()
+                if fields[:1] == ["Node"]:  # Node 0, zone   Normal
+                    node = int(fields[1].rstrip(","))
+                elif fields[:1] == ["high"]:
+                    high = int(fields[1])
+                elif fields[:1] == ["managed"]:
+                    managed = int(fields[1])
+                elif fields[:1] == ["protection:"]:
+                    protected = max(int(figure.strip("(),")) for figure in fields[1:])
+                    reserves[node] = reserves.get(node, 0) + min(managed, high + protected) * _libc.PAGE
+    except (OSError, ValueError, LookupError):
+        return {}
+    return reserves
+
+
+def _parse_list(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list as the kernel writes it: `0-2,7`."""
+    spans = (part.partition("-") for part in text.strip().split(",") if part)
+    return tuple(number for first, _, last in spans for number in range(int(first), int(last or first) + 1))
 
 
 def usable_cpus(quota: float | None) -> int:

@@ -1,4 +1,4 @@
-"""The narrow seam to the C library: mmap, munmap, madvise, statfs, fallocate. Nothing else calls them.
+"""The narrow seam to the C library: mmap, munmap, madvise, mbind, move_pages, statfs, fallocate. Nothing else calls it.
 
 `mmap.mmap.madvise()` holds the interpreter lock for the whole call (CPython's Modules/mmapmodule.c has no
 Py_BEGIN_ALLOW_THREADS around it, up to 3.15), so a thread that populates with it stops the event loop
@@ -12,7 +12,8 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 HUGE_PAGE = 2 << 20
@@ -31,6 +32,17 @@ MAP_FIXED = 0x10
 MAP_ANONYMOUS = 0x20
 MAP_NORESERVE = 0x4000
 MAP_POPULATE = 0x8000
+
+# linux/mempolicy.h. Preferred without a node means the node of the processor that touches it: MPOL_LOCAL is newer.
+MPOL_PREFERRED = 1
+MPOL_BIND = 2
+MPOL_INTERLEAVE = 3
+
+# The C library has no function for these (libnuma has), so they are called by number: asm/unistd_64.h, and for all
+# but x86_64 asm-generic/unistd.h.
+_MBIND, _MOVE_PAGES = {"x86_64": (237, 279), "aarch64": (235, 239), "riscv64": (235, 239)}.get(
+    os.uname().machine if hasattr(os, "uname") else "", (None, None)
+)
 
 # linux/falloc.h
 _FALLOC_FL_KEEP_SIZE = 0x01
@@ -62,6 +74,7 @@ if SUPPORTED:
     _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     _libc.statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+    _libc.syscall.restype = ctypes.c_long
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -91,6 +104,42 @@ def munmap(address: int, length: int) -> None:
 def try_madvise(address: int, length: int, advice: int) -> int:
     """Give advice and return 0 or an errno: for callers who decide by it. See madvise(2)."""
     return ctypes.get_errno() if _libc.madvise(address, length, advice) else 0
+
+
+def try_mbind(address: int, length: int, mode: int, nodes: Sequence[int]) -> int:
+    """Set the memory policy of a range and return 0 or an errno: for callers who decide by it. See mbind(2)."""
+    mask = 0
+    for node in nodes:
+        mask |= 1 << node
+    words = mask.bit_length() // 64 + 1
+    held = (ctypes.c_uint64 * words).from_buffer_copy(mask.to_bytes(8 * words, "little"))
+    # One more than there are bits: the kernel's mm/mempolicy.c, get_nodes, takes one off.
+    return _try_syscall(_MBIND, address, length, mode, held, 64 * words + 1, 0)
+
+
+def page_nodes(addresses: Sequence[int]) -> list[int]:
+    """Return for each address of this process the node that its page lies on, or less than 0 where there is no page.
+
+    See move_pages(2), which moves nothing where it is told no nodes.
+
+    Raises:
+        OSError: As the kernel says: EPERM in a container that may not ask.
+    """
+    count = len(addresses)
+    pages, states = (ctypes.c_uint64 * count)(*addresses), (ctypes.c_int * count)()
+    code = _try_syscall(_MOVE_PAGES, 0, count, pages, None, states, 0)
+    if code:
+        raise OSError(code, f"move_pages: {os.strerror(code)}")
+    return list(states)
+
+
+def _try_syscall(number: int | None, *arguments: int | ctypes.Array[Any] | None) -> int:
+    """Make a system call that returns nothing of interest, and return 0 or an errno."""
+    if number is None:
+        return errno.ENOSYS
+    # Variadic, so every integer has to be as wide as a register.
+    wide = (ctypes.c_ulong(one) if isinstance(one, int) else one for one in arguments)
+    return ctypes.get_errno() if _libc.syscall(ctypes.c_long(number), *wide) < 0 else 0
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from . import _libc, _preflight
+from . import _libc, _numa, _preflight
 from ._guard import guard_for
 from ._log import log
 from ._mapping import Mapping, round_up
@@ -17,7 +17,7 @@ from ._populate import Populate, map_while_cheap, run_populate
 from ._region import Region
 from ._rendezvous import Seat, enter
 from ._report import OpenReport
-from ._request import HugePages, MemoryPolicy, Request, check_request
+from ._request import HugePages, MemoryPolicy, Placement, Request, check_request
 from ._room import make_room, map_region
 from ._roster import BrokenUpError, Roster
 from ._tenancy import Tenancy
@@ -42,6 +42,7 @@ def open_region(
     timeout: float | None = 30.0,
     populate: bool = True,
     huge_pages: HugePages = "try",
+    numa: Placement | Sequence[int] | None = None,
     threads: int | None = None,
     memory_policy: MemoryPolicy = "guard",
     initialize: Callable[[Region], Awaitable[None]] | None = None,
@@ -73,6 +74,12 @@ def open_region(
         huge_pages: `"try"` takes what the kernel gives, `"require"` raises where the creator, or any rank of a cohort,
             gets small pages (but for an end of less than 2 MiB), `"off"` does not ask. A hugetlbfs directory has its
             own page size in any case.
+        numa: Where it lies on a host of several memory nodes. `"first-touch"`: on the node of the processor that
+            populates it, so in a cohort each rank's share on that rank's own; None: likewise, unless the process has a
+            policy of its own (`numactl`); `"interleave"`: dealt out over all nodes in turn; node numbers, such as
+            `[0, 1]`: bound to these, in turn where there are several. Without a cohort the creator's word counts, in a
+            cohort each rank's for its own share. Where the kernel does not let us say it, as in many containers, there
+            is one warning, and it goes on as with None.
         threads: Threads that populate in this process; None: what the affinity mask and the CPU quota allow, divided
             among the ranks of a cohort.
         memory_policy: What to do where the memory cgroups or the host have no room: `"guard"` raises before
@@ -87,9 +94,10 @@ def open_region(
 
     Raises:
         TypeError: At the call: an argument has the wrong type.
-        ValueError: At the call: an argument has a value that makes no sense. Nothing was touched.
+        ValueError: At the call: an argument has a value that makes no sense; on entering: there is no such node as
+            `numa` says. Nothing was touched.
         InsufficientSpaceError: On entering, like all below: the file system has no room.
-        InsufficientMemoryError: A memory cgroup or the host has no room.
+        InsufficientMemoryError: A memory cgroup, the host or a node of `numa` has no room.
         JoinTimeoutError: Ranks never came, or without a cohort: the region was neither finished nor given up in time,
             and nobody was at work on it.
         PeerLostError: A rank that had come went away before all were ready.
@@ -125,6 +133,7 @@ def open_region(
             timeout=timeout,
             populate=populate,
             huge_pages=huge_pages,
+            numa=numa,
             threads=threads,
             memory_policy=memory_policy,
             initialize=initialize,
@@ -167,6 +176,7 @@ async def _open(request: Request) -> Region:
 
 async def _open_once(request: Request, clock: _Clock) -> Region:
     file_system = _preflight.read_place(request.directory)
+    _numa.check_nodes(request)
     # tmpfs keeps the exact size; hugetlbfs refuses to be sized to anything but whole pages.
     file_size = round_up(request.size, file_system.page if file_system.kind == "hugetlbfs" else 1)
     seat = await enter(request, file_size)
@@ -180,8 +190,10 @@ async def _open_once(request: Request, clock: _Clock) -> Region:
                 seat.let_in()
         clock.lap("preflight")
         tenancy.mapping = mapping = map_region(request, seat, file_system.page)
+        share, makes = _share(request, mapping), seat.role == "creator" or request.is_cohort
+        request = await _numa.place(request, mapping, seat.description.fd, span=share, makes=makes)
         region = Region(request, tenancy, mapping)
-        work = _plan(request, seat, mapping)
+        work = _plan(request, seat, mapping, share, makes=makes)
         threads = await _watched(roster, lambda: run_populate(work, request))
         clock.lap("populate")
         if request.initialize is not None and seat.role == "creator":
@@ -193,11 +205,12 @@ async def _open_once(request: Request, clock: _Clock) -> Region:
                 await run_through(lambda stop: map_while_cheap(mapping, stop), name="map")
         elif seat.forming:
             seat.finish()
+        nodes = await _numa.find_nodes(mapping, share, work.done)
         clock.lap("release")
     except BaseException:
         await tenancy.give_back()
         raise
-    region.report = _make_report(request, seat, mapping, work, threads, clock.laps)
+    region.report = _make_report(request, seat, mapping, work, nodes=nodes, threads=threads, seconds=clock.laps)
     _tell(region.report, request)
     return region
 
@@ -225,17 +238,16 @@ def _claim(request: Request, tenancy: Tenancy, started: float) -> Roster | None:
     return roster
 
 
-def _plan(request: Request, seat: Seat, mapping: Mapping) -> Populate:
+def _plan(request: Request, seat: Seat, mapping: Mapping, share: range, *, makes: bool) -> Populate:
     """Return the populating that is this process's: all of it, its share in a cohort, or nothing.
 
     A joiner without a cohort finds the pages there, and they are charged to whoever made them: nothing to guard.
     """
-    makes = seat.role == "creator" or request.is_cohort
     return Populate(
         request,
         mapping,
         seat.description.fd,
-        span=_share(request, mapping) if request.populate else range(0),
+        span=share if request.populate else range(0),
         collapse=makes and request.huge_pages != "off",
         guard=guard_for(request, seat.description.fd, mapping.page) if makes else None,
         present=not makes,
@@ -265,7 +277,14 @@ async def _initialize(initialize: Callable[[Region], Awaitable[None]], region: R
 
 
 def _make_report(
-    request: Request, seat: Seat, mapping: Mapping, work: Populate, threads: int, seconds: dict[str, float]
+    request: Request,
+    seat: Seat,
+    mapping: Mapping,
+    work: Populate,
+    *,
+    nodes: dict[int, int] | None,
+    threads: int,
+    seconds: dict[str, float],
 ) -> OpenReport:
     return OpenReport(
         role=seat.role,
@@ -274,6 +293,7 @@ def _make_report(
         allocated=mapping.length,
         populated=work.done,
         huge=work.huge if work.knows_huge else None,
+        nodes=nodes,
         threads=threads,
         wait_seconds=seconds["wait"],
         preflight_seconds=seconds["preflight"],

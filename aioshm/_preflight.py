@@ -7,7 +7,9 @@ in the OOM killer, not in an error. Only the creator checks: a joiner would coun
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,6 +77,27 @@ def judge_memory(required: int, levels: list[MemoryFigures]) -> Finding | None:
 def host_figures(memory: HostMemory) -> MemoryFigures:
     """Return the host's memory as a level: MemAvailable counts what the kernel would drop, swap comes on top."""
     return MemoryFigures("host", memory.total, memory.total - memory.available, memory.swap_free)
+
+
+def node_figures(nodes: Iterable[int]) -> list[MemoryFigures]:
+    """Read NUMA nodes as levels, for memory that is bound to them: what the kernel keeps to itself counts as used."""
+    read = (_host.read_node(number) for number in nodes)
+    reserves = _node_reserves()
+    return [
+        MemoryFigures(
+            f"node {node.number}",
+            node.total,
+            min(node.total, node.total - node.free + reserves.get(node.number, 0)),
+            node.reclaimable,
+        )
+        for node in read
+        if node is not None
+    ]
+
+
+@functools.cache
+def _node_reserves() -> dict[int, int]:
+    return _host.read_node_reserves()  # a long file, and as good as constant
 
 
 def read_memory_figures(levels: tuple[MemoryLevel, ...] | None = None) -> list[MemoryFigures]:
@@ -167,6 +190,27 @@ def check_space(need: Need, required: int, file_system: FileSystem) -> None:
             hint=need.hint,
             reclaimable_leftovers=leftover_bytes(need.directory),
         )
+
+
+def check_nodes(request: Request, parts: dict[int, int]) -> None:
+    """Raise InsufficientMemoryError where a NUMA node has no room for its part, in bytes, even after reclaim."""
+    for figures in node_figures(parts):
+        finding = judge_memory(memory_required(parts[int(figures.level.split()[1])]), [figures])
+        if finding is not None and finding.verdict == "short":
+            raise memory_error(request, finding)
+
+
+def check_node_pools(request: Request, parts: dict[int, int], page: int) -> None:
+    """Raise InsufficientMemoryError where a NUMA node has too few free huge pages in its pool for its part."""
+    whole = _host.read_pool(page)
+    for node, part in parts.items():
+        pool = _host.read_node_pool(node, page)
+        if pool is None or whole is None:
+            continue
+        total, free = (count * page for count in pool)
+        figures = MemoryFigures(f"node {node}", total, total - free, max(0, whole.overcommit - whole.surplus) * page)
+        if part > figures.available:
+            raise memory_error(request, Finding("short", part, figures))
 
 
 def memory_error(need: Need, finding: Finding) -> InsufficientMemoryError:

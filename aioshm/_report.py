@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Role = Literal["creator", "joiner"]
@@ -21,6 +22,8 @@ class OpenReport:
             `populate=False`.
         huge: Of `populated`, bytes the kernel backs with huge pages; None where that is not known: with
             `huge_pages="off"`, and for a joiner without a cohort, which maps what the creator obtained.
+        nodes: Of `populated`, bytes per NUMA node, as `{0: 1073741824, 1: 1073741824}`; None where the kernel does not
+            tell. One page of each 2 MiB is asked for: with huge pages that is exact, with small ones a sample.
         threads: Threads that populated.
         wait_seconds: From the call until this process was creator or joiner.
         preflight_seconds: Looking whether it fits, and sizing the file; next to nothing for a joiner.
@@ -39,6 +42,7 @@ class OpenReport:
     allocated: int
     populated: int
     huge: int | None
+    nodes: Mapping[int, int] | None = field(hash=False)
     threads: int
     wait_seconds: float
     preflight_seconds: float

@@ -7,7 +7,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 HugePages = Literal["try", "require", "off"]
 MemoryPolicy = Literal["guard", "warn", "ignore"]
+Placement = Literal["first-touch", "interleave"]
 
 # 64 PiB: half the address space of five-level paging, the largest there is.
 _MAX_SIZE = 1 << 56
+# The most that the kernel can be built for (NODES_SHIFT of mm/Kconfig).
+_MAX_NODES = 1024
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
@@ -49,6 +52,7 @@ class Request(Need):
     timeout: float | None
     populate: bool
     huge_pages: HugePages
+    numa: Placement | tuple[int, ...] | None
     threads: int | None
     memory_policy: MemoryPolicy
     initialize: Callable[[Region], Awaitable[None]] | None
@@ -77,6 +81,7 @@ def check_request(
     timeout: object,
     populate: object,
     huge_pages: object,
+    numa: object,
     threads: object,
     memory_policy: object,
     initialize: object,
@@ -97,6 +102,7 @@ def check_request(
         timeout=_seconds("timeout", timeout),
         populate=_flag("populate", populate),
         huge_pages=check_word("huge_pages", huge_pages, HugePages),
+        numa=check_numa(numa),
         threads=None if threads is None else check_count("threads", threads),
         memory_policy=check_word("memory_policy", memory_policy, MemoryPolicy),
         initialize=_callable("initialize", initialize),
@@ -117,6 +123,28 @@ def check_need(*, size: object, directory: object, allocation_name: object, hint
         allocation_name=_text("allocation_name", allocation_name),
         hint=None if hint is None else _text("hint", hint),
     )
+
+
+def check_numa(numa: object) -> Placement | tuple[int, ...] | None:
+    """Return `numa` as a word, or as a tuple of memory nodes; whether they exist only the kernel knows."""
+    if numa is None:
+        return None
+    if isinstance(numa, str):
+        word: Placement = check_word("numa", numa, Placement)
+        return word
+    if isinstance(numa, (bytes, Mapping)) or not isinstance(numa, Iterable):
+        raise TypeError(
+            f"numa must be 'first-touch', 'interleave', a sequence of node numbers or None, not {_kind(numa)}"
+        )
+    nodes = tuple(check_index("a node of numa", node) for node in numa)
+    if not nodes:
+        raise ValueError("numa must name at least one node")
+    if len(set(nodes)) < len(nodes):
+        raise ValueError(f"numa must name each node once, not {_listed(nodes)}")
+    for node in nodes:
+        if not 0 <= node < _MAX_NODES:
+            raise ValueError(f"numa must name nodes from 0 to {_MAX_NODES - 1}, not {_figure(node)}")
+    return nodes
 
 
 def check_name(name: object) -> str:
@@ -257,6 +285,10 @@ def _figure(number: int) -> str:
     """Return a number as text; Python refuses to print one of thousands of digits."""
     bits = number.bit_length()
     return str(number) if bits <= 128 else f"about {'-' if number < 0 else ''}2**{bits}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(_figure, numbers))
 
 
 def _kind(value: object) -> str:
