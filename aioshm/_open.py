@@ -323,7 +323,7 @@ def _tell(report: OpenReport, request: Request) -> None:
     if report.populated:
         share = report.huge_share
         log.info(
-            "%s: %s %s MiB at %.2f GiB/s in %d thread%s%s%s",
+            "%s: %s %s MiB at %.2f GiB/s in %d thread%s%s%s%s",
             request.allocation_name,
             "populated" if report.role == "creator" or request.is_cohort else "mapped",
             mib(report.populated),
@@ -332,6 +332,7 @@ def _tell(report: OpenReport, request: Request) -> None:
             "" if report.threads == 1 else "s",
             "" if share is None else f", {share:.0%} in huge pages",
             "" if report.small_page_reason is None else f" ({report.small_page_reason})",
+            f", {_numa.in_words(report.nodes)}" if report.nodes and (request.numa or len(report.nodes) > 1) else "",
         )
 
 

@@ -44,5 +44,14 @@ def flags(region: aioshm.Region) -> list[str]:
     return found
 
 
+def bytes_by_node(region: aioshm.Region) -> dict[int, int]:
+    """Ask /proc/self/numa_maps where the region's pages are; numa(7). Its mapping must be in one piece."""
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    (line,) = [line for line in lines if f"file={region.path}" in line]
+    page = re.search(r"kernelpagesize_kB=(\d+)", line)  # not there where nothing is mapped yet
+    size = int(page[1]) * 1024 if page else 0
+    return {int(node): int(count) * size for node, count in re.findall(r"\bN(\d+)=(\d+)", line)}
+
+
 def whole_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE

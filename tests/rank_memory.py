@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from memory_maps import bytes_by_node
+
 import aioshm
 from aioshm import _preflight
 from aioshm._locks import Description
@@ -67,6 +69,10 @@ class MemoryCommands:
         """Populate a part of the region that is open."""
         await self.region.populate(offset, length)  # type: ignore[attr-defined]  # Commands has it
         return {}
+
+    async def nodes(self) -> dict[str, Any]:
+        """Which memory nodes the region's pages lie on."""
+        return {"nodes": bytes_by_node(self.region)}  # type: ignore[attr-defined]  # Commands has it
 
     async def holdings(self) -> dict[str, Any]:
         """What this process has open, runs and maps, to be compared with what it had before."""
