@@ -23,7 +23,7 @@ from . import _libc, _preflight
 from ._host import read_allowed_nodes, read_node_numbers
 from ._libc import HUGE_PAGE
 from ._log import log
-from ._mapping import Mapping, round_up
+from ._mapping import Mapping
 from ._request import Request
 from ._threads import StopFlag, run_through
 from ._units import mib
@@ -134,8 +134,8 @@ def stripes(span: range, length: int, nodes: Sequence[int]) -> Iterator[tuple[ra
 
     So ranks that ask for the same get an even spread over the region together, however small their shares.
     """
-    fine = max(HUGE_PAGE, round_up(length // _FINE_STRIPES, HUGE_PAGE))
-    size = min(fine, _LARGEST_STRIPE) if len(nodes) > 1 else length
+    huge_pages = max(1, length // _FINE_STRIPES // HUGE_PAGE)
+    size = min(huge_pages * HUGE_PAGE, _LARGEST_STRIPE) if len(nodes) > 1 else length
     start = span.start
     while start < span.stop:
         number = start // size

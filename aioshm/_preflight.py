@@ -192,15 +192,15 @@ def check_space(need: Need, required: int, file_system: FileSystem) -> None:
         )
 
 
-def check_nodes(request: Request, parts: dict[int, int]) -> None:
+def check_nodes(need: Need, parts: dict[int, int]) -> None:
     """Raise InsufficientMemoryError where a NUMA node has no room for its part, in bytes, even after reclaim."""
     for figures in node_figures(parts):
         finding = judge_memory(memory_required(parts[int(figures.level.split()[1])]), [figures])
         if finding is not None and finding.verdict == "short":
-            raise memory_error(request, finding)
+            raise memory_error(need, finding)
 
 
-def check_node_pools(request: Request, parts: dict[int, int], page: int) -> None:
+def check_node_pools(need: Need, parts: dict[int, int], page: int) -> None:
     """Raise InsufficientMemoryError where a NUMA node has too few free huge pages in its pool for its part."""
     whole = _host.read_pool(page)
     for node, part in parts.items():
@@ -210,7 +210,7 @@ def check_node_pools(request: Request, parts: dict[int, int], page: int) -> None
         total, free = (count * page for count in pool)
         figures = MemoryFigures(f"node {node}", total, total - free, max(0, whole.overcommit - whole.surplus) * page)
         if part > figures.available:
-            raise memory_error(request, Finding("short", part, figures))
+            raise memory_error(need, Finding("short", part, figures))
 
 
 def memory_error(need: Need, finding: Finding) -> InsufficientMemoryError:

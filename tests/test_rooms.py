@@ -21,7 +21,7 @@ ROOMS = [
     {"_bell", "_host", "_request", "_views"},
     {"_leftovers", "_pace", "_worth"},
     {"_preflight", "_rendezvous", "_roster"},
-    {"_guard", "_numa", "_room"},
+    {"_guard", "_numa", "_pages", "_room"},
     {"_populate"},
     {"_tenancy"},
     {"_region"},
