@@ -106,7 +106,12 @@ def _place(request: Request, mapping: Mapping, fd: int, span: range, *, makes: b
         _warn_of_refusal(request.allocation_name)
         return replace(request, numa=None)
     if makes and isinstance(request.numa, tuple):
-        _check_room(request, needed(policies, len(span)), mapping.page)
+        # Bound memory knows no other node: without room there the OOM killer would come, and a pool's say EFAULT.
+        parts = needed(policies, len(span))
+        if is_hugetlb:
+            _preflight.check_node_pools(request, parts, mapping.page)
+        else:
+            _preflight.check_nodes(request, parts)
     return request
 
 
@@ -179,14 +184,6 @@ def _bind(address: int, policy: Policy) -> bool:
     if code:
         raise OSError(code, f"mbind to {_listed(policy.nodes)}: {os.strerror(code)}")
     return True
-
-
-def _check_room(request: Request, parts: dict[int, int], page: int) -> None:
-    """Raise where a node is too full for its part: bound memory knows no other, and the OOM killer would come."""
-    if page > _libc.PAGE:
-        _preflight.check_node_pools(request, parts, page)
-    elif request.memory_policy == "guard":
-        _preflight.check_nodes(request, parts)
 
 
 async def find_nodes(mapping: Mapping, span: range, populated: int) -> dict[int, int] | None:

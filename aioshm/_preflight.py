@@ -80,18 +80,17 @@ def host_figures(memory: HostMemory) -> MemoryFigures:
 
 
 def node_figures(nodes: Iterable[int]) -> list[MemoryFigures]:
-    """Read NUMA nodes as levels, for memory that is bound to them: what the kernel keeps to itself counts as used."""
+    """Read NUMA nodes as levels, for memory that is bound to them.
+
+    As the host's: what the kernel would drop is to be had, and what it keeps to itself is not.
+    """
     read = (_host.read_node(number) for number in nodes)
-    reserves = _node_reserves()
+    kept = _node_reserves()
     return [
-        MemoryFigures(
-            f"node {node.number}",
-            node.total,
-            min(node.total, node.total - node.free + reserves.get(node.number, 0)),
-            node.reclaimable,
-        )
+        MemoryFigures(f"node {node.number}", node.total, node.total - max(0, available), 0)
         for node in read
         if node is not None
+        for available in [node.free + node.reclaimable - kept.get(node.number, 0)]
     ]
 
 
@@ -192,12 +191,16 @@ def check_space(need: Need, required: int, file_system: FileSystem) -> None:
         )
 
 
-def check_nodes(need: Need, parts: dict[int, int]) -> None:
-    """Raise InsufficientMemoryError where a NUMA node has no room for its part, in bytes, even after reclaim."""
-    for figures in node_figures(parts):
+def check_nodes(request: Request, parts: dict[int, int]) -> None:
+    """Look whether NUMA nodes have room for their parts, in bytes; log what was found.
+
+    Raises:
+        InsufficientMemoryError: One has none, and the policy is "guard".
+    """
+    for figures in node_figures(parts) if request.memory_policy != "ignore" else ():
         finding = judge_memory(memory_required(parts[int(figures.level.split()[1])]), [figures])
-        if finding is not None and finding.verdict == "short":
-            raise memory_error(need, finding)
+        if finding is not None:
+            _act_on(finding, request)
 
 
 def check_node_pools(need: Need, parts: dict[int, int], page: int) -> None:

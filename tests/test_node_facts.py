@@ -8,7 +8,7 @@ import pytest
 from made_tree import Tree
 
 import aioshm
-from aioshm import _request
+from aioshm import _preflight, _request
 from aioshm._host import (
     Node,
     read_allowed_nodes,
@@ -23,10 +23,11 @@ from aioshm._preflight import check_node_pools, check_nodes
 MIB = 1 << 20
 
 
-def request_for(**options: Any) -> _request.Need:
-    return _request.check_need(
-        **{"size": MIB, "directory": "/dev/shm", "allocation_name": "KV", "hint": None} | options
-    )
+def request_for(**options: Any) -> _request.Request:
+    absent = ("local_rank", "local_world_size", "hint", "timeout", "numa", "threads", "initialize", "on_progress")
+    arguments = {"name": "kv", "size": MIB, "directory": "/dev/shm", "allocation_name": "KV", "populate": True}
+    arguments |= {"huge_pages": "try", "memory_policy": "guard"}
+    return _request.check_request(**(dict.fromkeys(absent) | arguments | options))
 
 
 @pytest.fixture
@@ -92,6 +93,23 @@ def test_a_node_that_is_too_small_for_its_part():
     assert caught.value.required > total
     assert "numa=" in str(caught.value)
     assert str(caught.value).endswith("Hm.")
+
+
+@pytest.mark.parametrize(("policy", "warned"), [("warn", ["WARNING"]), ("ignore", [])])
+def test_who_wants_no_guard_is_warned_or_left_alone(caplog, policy, warned):
+    if not read_node_numbers():
+        pytest.skip("this kernel has no nodes")
+    node = read_node_numbers()[0]
+    caplog.set_level("INFO", "aioshm")
+    check_nodes(request_for(memory_policy=policy), {node: read_node(node).total})
+    assert [record.levelname for record in caplog.records] == warned
+    assert all(f"does NOT fit in memory level node {node}" in record.getMessage() for record in caplog.records)
+
+
+def test_cache_counts_as_room_and_what_the_kernel_keeps_does_not(monkeypatch):
+    monkeypatch.setattr(_preflight._host, "read_node", lambda number: Node(number, 100 * MIB, 20 * MIB, 30 * MIB))
+    monkeypatch.setattr(_preflight, "_node_reserves", lambda: {1: 7 * MIB, 2: 60 * MIB})
+    assert [figures.available for figures in _preflight.node_figures([0, 1, 2])] == [50 * MIB, 43 * MIB, 0]
 
 
 def test_a_pool_that_cannot_be_read_says_no_to_nobody():

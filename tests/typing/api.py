@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import assert_type
 
@@ -17,10 +17,13 @@ async def opens(names: list[str]) -> None:
         assert_type(region.buffer, memoryview)
         assert_type(region.local_rank, int | None)
         assert_type(region.report.huge_share, float | None)
+        assert_type(region.report.nodes, Mapping[int, int] | None)
         await region.populate(0, 4096)
         await region.aclose()
     for name in names:
         async with aioshm.open_region(name, 1, huge_pages="require", memory_policy="warn", on_progress=show):
+            pass
+        async with aioshm.open_region(name, 1, numa="interleave"), aioshm.open_region(name, 1, numa=[0, 1]):
             pass
 
 
