@@ -38,6 +38,9 @@ _INTERVAL = 0.02
 _PLENTY = 1 << 30
 _CALM_SECONDS = 0.005
 
+# Where a level has less than this to spare, or than a quarter of it all, others may take it before we look again.
+_LITTLE = 4 << 30
+
 # Over how many seconds the taking of others is watched, from how many on it tells a rate, and how often it is noted.
 _WINDOW = 0.1
 _SHORTEST = 0.008
@@ -52,7 +55,11 @@ _BACK_RATE = 10 << 30
 
 
 class Guard:
-    """Admits chunks for as long as every memory level has room for them."""
+    """Admits chunks for as long as every memory level has room for them.
+
+    Attributes:
+        crowded: Whether a level once had little to spare beside the chunk asked about.
+    """
 
     def __init__(self, request: Request, fd: int, levels: tuple[MemoryLevel, ...] | None = None) -> None:
         """Open what is to be watched, `fd` is the region's file; `close` lets go of it."""
@@ -69,6 +76,7 @@ class Guard:
         self._due = self._calm_until = 0.0
         self._host: list[MemoryFigures] = []
         self._host_swap = 0
+        self.crowded = False
 
     def close(self) -> None:
         """Let go of what was watched; twice is fine."""
@@ -138,6 +146,7 @@ class Guard:
                 continue
             needed = required + self._margin(watch, usage - region, region, now)
             spare = min(spare, limit - usage - needed)
+            self.crowded = self.crowded or limit - usage - needed < min(limit // 4, _LITTLE)
             if limit - usage < needed:  # only now the longer look: memory.stat, what the kernel would give up
                 finding = judge_memory(needed, _cgroup.read_figures((watch.level,), self._host_swap))
                 if finding is not None and finding.verdict == "short":

@@ -19,6 +19,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 HUGE_PAGE = 2 << 20
 
 # linux/mman.h; the mmap module lacks the newer ones.
+MADV_DONTNEED = 4
 MADV_HUGEPAGE = 14
 MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23

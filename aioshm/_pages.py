@@ -124,6 +124,18 @@ class Pages:
             return None
         return 0 if self._try_collapse(chunk) else len(chunk)
 
+    def unmap(self, chunk: range) -> None:
+        """Take a chunk's pages out of our address space; they stay in the file, and what they hold stays as it is."""
+        _libc.try_madvise(self._address + chunk.start, len(chunk), _libc.MADV_DONTNEED)
+
+    def map(self, chunk: range) -> None:
+        """Map a chunk's pages, which are there.
+
+        Raises:
+            OSError: As for `make`.
+        """
+        self._touch(chunk.start, len(chunk))
+
     def free(self, chunk: range) -> None:
         """Free a chunk of the span again; what it held is gone."""
         _libc.punch_hole(self._fd, self._offset + chunk.start, len(chunk))

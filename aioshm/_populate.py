@@ -79,6 +79,9 @@ class Populate:
         self._guard = guard
         self._relieve = relieve
         self._largest = _pace.LARGEST_MAPPED_CHUNK if present else _pace.LARGEST_CHUNK
+        self._unmaps = guard is not None and not self._pages.is_hugetlb
+        self._unmapped = range(0)
+        self._crowded = False
         self._abandoned = False
         self._stop: StopFlag | None = None
         self._inside = 0
@@ -130,6 +133,7 @@ class Populate:
                 if rest:  # counted out: nobody who unmaps waits for it
                     stop.wait(rest)
         self._make_up(stop)
+        self._map_again(stop)
 
     def _make_up(self, stop: StopFlag) -> None:
         """Make huge what a trial left in small pages."""
@@ -148,10 +152,45 @@ class Populate:
         while chunk and not stop:
             with self._admitted(len(chunk)) as granted:
                 huge = self._populate(chunk[:granted])
+                self._unmap(chunk[:granted], huge)
             with self._lock:
                 self.done += len(chunk[:granted])
                 self.huge += huge
             chunk = chunk[granted:]
+
+    def _unmap(self, piece: range, huge: int) -> None:
+        """Unmap what was populated, until all of it is; its pages stay in the file.
+
+        Should others reach the limit before the guard sees them, the OOM killer takes the process that has most memory
+        mapped (mm/oom_kill.c, oom_badness), whoever asked for the last page: so none of this is mapped for as long as
+        it can be given back. With huge pages that costs nothing. Small ones cost half as much again, and so are
+        unmapped only when memory is getting short; then all of them.
+        """
+        if not self._unmaps or self._guard is None:
+            return
+        if self._guard.crowded and not self._crowded:
+            self._crowded = True
+            piece = range(piece.stop)
+        elif huge < len(piece) and not self._crowded:
+            return
+        for start in piece[:: _pace.LARGEST_MAPPED_CHUNK]:
+            self._pages.unmap(range(start, min(start + _pace.LARGEST_MAPPED_CHUNK, piece.stop)))
+        with self._lock:
+            self._unmapped = range(max(self._unmapped.stop, piece.stop))
+
+    def _map_again(self, stop: StopFlag) -> None:
+        """Map what was unmapped, once all is populated, for as long as the guard sees no danger."""
+        while not stop and self.done == self.total and self._come_in():
+            try:
+                with self._lock:
+                    piece = self._unmapped[: _pace.LARGEST_MAPPED_CHUNK]
+                    self._unmapped = self._unmapped[len(piece) :]
+                if not piece:
+                    return
+                with self._admitted(0):
+                    self._pages.map(piece)
+            finally:
+                self._go_out()
 
     def _free(self) -> None:
         """Free the span step by step from where populating has come to: somebody waits for the first of it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from memory_maps import bytes_by_node
@@ -19,6 +20,24 @@ from aioshm._locks import Description
 from aioshm._populate import Populate
 from aioshm._rendezvous import Seat
 from aioshm._tenancy import Tenancy
+from aioshm._threads import StopFlag
+
+
+@contextlib.contextmanager
+def stopped_when_populated(pid: int | None) -> Iterator[None]:
+    """Stop a process in the very thread that populates the last chunk: then it is no longer a matter of populating."""
+    map_again = Populate._map_again
+
+    def stop_and_map(populate: Populate, stop: StopFlag) -> None:
+        if pid is not None and populate.done == populate.total:
+            os.kill(pid, signal.SIGSTOP)
+        map_again(populate, stop)
+
+    Populate._map_again = stop_and_map  # type: ignore[method-assign]  # in this process only
+    try:
+        yield
+    finally:
+        Populate._map_again = map_again  # type: ignore[method-assign]  # as it was
 
 
 class MemoryCommands:
@@ -45,10 +64,11 @@ class MemoryCommands:
     async def try_open(
         self, name: str, size: int, options: dict[str, Any], then_stop: int | None = None
     ) -> dict[str, Any]:
-        """Open; say what came of it and how many seconds it took. Stop process `then_stop` as soon as it is open."""
+        """Open; say what came of it, and how many seconds it took. Stop process `then_stop` when it is populated."""
         started = time.monotonic()
         try:
-            await self.open(name, size, options)  # type: ignore[attr-defined]  # Commands has it
+            with stopped_when_populated(then_stop):
+                await self.open(name, size, options)  # type: ignore[attr-defined]  # Commands has it
         except Exception as error:  # noqa: BLE001 - for the test to judge
             seconds = time.monotonic() - started
             return {
@@ -57,8 +77,6 @@ class MemoryCommands:
                 "facts": dict(vars(error)),
                 "seconds": seconds,
             }
-        if then_stop is not None:
-            os.kill(then_stop, signal.SIGSTOP)
         return {"outcome": "open", "seconds": time.monotonic() - started}
 
     async def preflight(self, size: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -139,6 +157,7 @@ _POINTS: dict[str, tuple[Any, str]] = {
     "checked": (_preflight, "check"),  # it does: the only point that is after the call
     "chunk": (Populate, "_take"),  # about to take the next chunk
     "admitted": (Populate, "_populate"),  # the guard let a chunk in, and nothing of it is touched
+    "populated": (Populate, "_map_again"),  # all is populated, if there is but one thread, and perhaps not mapped
     "finish": (Seat, "finish"),  # all is populated, and nobody was let in
     "free": (Tenancy, "_release"),  # about to give memory back
     "close": (Description, "close"),  # of one that is open
