@@ -112,10 +112,9 @@ def try_mbind(address: int, length: int, mode: int, nodes: Sequence[int]) -> int
     mask = 0
     for node in nodes:
         mask |= 1 << node
-    words = mask.bit_length() // 64 + 1
+    words = mask.bit_length() // 64 + 1  # with a bit to spare: the kernel takes one off (mm/mempolicy.c: get_nodes)
     held = (ctypes.c_uint64 * words).from_buffer_copy(mask.to_bytes(8 * words, "little"))
-    # One more than there are bits: the kernel's mm/mempolicy.c, get_nodes, takes one off.
-    return _try_syscall(_MBIND, address, length, mode, held, 64 * words + 1, 0)
+    return _try_syscall(_MBIND, address, length, mode, held, 64 * words, 0)
 
 
 def page_nodes(addresses: Sequence[int]) -> list[int]:

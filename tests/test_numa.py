@@ -16,10 +16,8 @@ from memory_maps import bytes_by_node
 from refusing import refuser
 
 import aioshm
-from aioshm import _libc, _numa, _request
-from aioshm._host import (
-    read_node_numbers,
-)
+from aioshm import _host, _libc, _numa, _request
+from aioshm._host import Node, read_node_numbers
 from aioshm._libc import HUGE_PAGE, PAGE
 from aioshm._mapping import Mapping, unmap
 from aioshm._numa import Policy, choose_policies, needed, stripes
@@ -243,6 +241,23 @@ def test_the_kernel_is_told_and_asked(run, name, two_nodes, numa, huge_pages, ca
     run(main())
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
     assert any(record.getMessage().endswith(", on node 0") for record in caplog.records)
+
+
+@pytest.mark.parametrize("looks", [0, 1], ids=["before", "meanwhile"])
+def test_a_full_node_is_an_error_though_the_host_has_room(run, name, path, two_nodes, monkeypatch, looks):
+    """It is looked at before the first page, and by the guard. The real thing is in vm/test_numa.py."""
+    read, progress = iter([Node(0, GIB, GIB)] * looks), []
+    monkeypatch.setattr(_host, "read_node", lambda number: next(read, Node(0, GIB, 0)))
+
+    async def main():
+        async with aioshm.open_region(name, SIZE, numa=[0], on_progress=progress.append):
+            pass
+
+    with pytest.raises(aioshm.InsufficientMemoryError) as caught:
+        run(main())
+    assert (caught.value.level, caught.value.available) == ("node 0", 0)
+    assert bool(progress) is bool(looks)
+    assert not path.exists()
 
 
 def test_more_ranks_than_huge_pages(run, name, two_nodes):
