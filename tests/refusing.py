@@ -40,10 +40,12 @@ def refuser(*calls: str, code: int = errno.EPERM) -> Callable[[], None]:
     program += struct.pack("HBBI", _RETURN, 0, 0, _ALLOW)
     told = _Program(len(program) // 8, program)
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
     def refuse() -> None:
+        where = ctypes.addressof(told)
         if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
-            _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(told), 0, 0
+            _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, where, 0, 0
         ):
             raise OSError(ctypes.get_errno(), "seccomp")
 
