@@ -34,8 +34,8 @@ from ._units import mib
 _FINE_STRIPES = 512
 _LARGEST_STRIPE = 8 * HUGE_PAGE
 
-# Pages asked about in one call: a millisecond's worth.
-_QUESTION = 4096
+# Pages asked about in one call: what lies between two of them holds the interpreter lock.
+_QUESTION = 512
 
 
 @dataclass(frozen=True)
