@@ -50,6 +50,7 @@ class InsufficientSpaceError(AioshmError):
         available: Bytes free when it was looked at.
         hint: What the caller wanted its users to be told, or None.
         reclaimable_leftovers: Bytes that regions of this user's dead processes take there.
+        huge_page: Bytes of a page where the directory is a hugetlbfs, which takes its pages from a pool; else None.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class InsufficientSpaceError(AioshmError):
         available: int,
         hint: str | None = None,
         reclaimable_leftovers: int = 0,
+        huge_page: int | None = None,
     ) -> None:
         self.allocation_name = allocation_name
         self.directory = directory
@@ -68,11 +70,11 @@ class InsufficientSpaceError(AioshmError):
         self.available = available
         self.hint = hint
         self.reclaimable_leftovers = reclaimable_leftovers
+        self.huge_page = huge_page
         super().__init__(
             f"Insufficient space in {directory} for {allocation_name}: {mib_up(required)} MiB required, "
             f"{mib_down(available)} MiB free ({mib_up(required - available)} MiB short)."
-            f"{_leftovers(reclaimable_leftovers, directory)} Increase {directory} "
-            "(e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory and a larger sizeLimit)." + _tail(hint)
+            f"{_leftovers(reclaimable_leftovers, directory)} {_how_to_grow(directory, huge_page)}{_tail(hint)}"
         )
 
 
@@ -395,6 +397,16 @@ class UnsupportedPlatformError(AioshmError):
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"local rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _how_to_grow(directory: str, huge_page: int | None) -> str:
+    if huge_page is None:
+        return (
+            f"Increase {directory} "
+            "(e.g. --shm-size or --ipc=host, or an emptyDir with medium: Memory and a larger sizeLimit)."
+        )
+    pool = f"/sys/kernel/mm/hugepages/hugepages-{huge_page // 1024}kB/nr_hugepages"
+    return f"Increase the pool ({pool}, or a pod's limit of hugepages) and the mount's size=, where it has one."
 
 
 def _leftovers(size: int, directory: str) -> str:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import stat
+
+# What open(2) says of what stands where a region's file should, in words.
+UNOPENABLE = {
+    errno.ELOOP: "it is a symbolic link",
+    errno.EISDIR: "it is a directory",
+    errno.ENXIO: "it is a socket or a device without a driver",
+    errno.EACCES: "it may not be opened: it belongs to another user, or its mode forbids it",
+    errno.EPERM: "it may not be opened",
+}
 
 
 def region_path(directory: str, user: int, name: str) -> str:

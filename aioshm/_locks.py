@@ -10,6 +10,7 @@ them.
     GATE               exclusive   creator while forming, last one out  nobody else may enter
     GATE               shared      everyone inside                      the region is alive
     WORLD + n          shared      everyone inside (n = 0: no cohort)   its local world size is n
+    SHORTFALL + n      shared      everyone inside                      its size is n bytes less than the file's
     CLAIM + rank       exclusive   that rank                            the rank is taken, and alive
     READY + rank       exclusive   that rank                            its share is populated
     RELEASE            exclusive   whoever releases or breaks up a cohort  exactly one does, and may remove the name
@@ -61,6 +62,8 @@ CLAIM = Range(_BASE + (1 << 32), MAX_RANKS)
 READY = Range(_BASE + (2 << 32), MAX_RANKS)
 PID = Range(_BASE + (3 << 32), MAX_RANKS << PID_BITS)
 WORLD = Range(_BASE + (1 << 50), _MAX_WORLD)
+# Less than a page: only on hugetlbfs, where a file has whole ones, of up to 16 GiB.
+SHORTFALL = Range(_BASE + (1 << 51), 1 << 40)
 
 READY_BIT = stat.S_IXUSR
 BROKEN_BIT = stat.S_ISVTX
@@ -199,6 +202,14 @@ class Description:
         """
         kind, start = self._ask(what)
         return None if kind == fcntl.F_UNLCK else max(0, start - what.start)
+
+    def find_other(self, what: Range, index: int) -> int | None:
+        """Return the index within `what` of a byte other than `index` that somebody else holds; None: nobody any."""
+        for first, stop in ((0, index), (index + 1, what.length)):
+            found = self.find_held(Range(what.start + first, stop - first)) if first < stop else None
+            if found is not None:
+                return first + found
+        return None
 
     def how_held(self, what: Range) -> Literal["shared", "exclusive"] | None:
         """Return how somebody else holds the single byte `what`; None where nobody does.

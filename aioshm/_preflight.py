@@ -188,6 +188,7 @@ def check_space(need: Need, required: int, file_system: FileSystem) -> None:
             available=available,
             hint=need.hint,
             reclaimable_leftovers=leftover_bytes(need.directory),
+            huge_page=file_system.page if file_system.kind == "hugetlbfs" else None,
         )
 
 

@@ -24,8 +24,8 @@ from ._errors import (
     UnsuitableDirectoryError,
     UnsupportedPlatformError,
 )
-from ._files import find_fault
-from ._locks import BROKEN_BIT, GATE, READY_BIT, WORLD, Description, Range
+from ._files import UNOPENABLE, find_fault
+from ._locks import BROKEN_BIT, GATE, READY_BIT, SHORTFALL, WORLD, Description
 from ._log import log
 from ._request import Need, Request
 from ._threads import run_regardless
@@ -252,7 +252,7 @@ def _open(request: Request) -> Description | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        reason = _UNOPENABLE.get(error.errno or 0)
+        reason = UNOPENABLE.get(error.errno or 0)
         if reason is None:
             raise
         raise RegionAccessError(path=path, reason=reason) from error
@@ -262,14 +262,6 @@ def _open(request: Request) -> Description | None:
         raise RegionAccessError(path=path, reason=reason)
     return description
 
-
-_UNOPENABLE = {
-    errno.ELOOP: "it is a symbolic link",
-    errno.EISDIR: "it is a directory",
-    errno.ENXIO: "it is a socket or a device without a driver",
-    errno.EACCES: "it may not be opened: it belongs to another user, or its mode forbids it",
-    errno.EPERM: "it may not be opened",
-}
 
 _UNSUITABLE = {
     errno.ENOENT: "it does not exist",
@@ -303,7 +295,7 @@ def _look(description: Description, request: Request, file_size: int) -> _Look:
         if status.st_nlink == 0:
             return _Look.DELETED
         if status.st_size == 0:
-            _hold_world(description, request)
+            _hold_terms(description, request, file_size)
             return _Look.CREATOR
         return _Look.LEFTOVER if description.unlink(request.path) else _Look.DELETED
     if not description.try_shared(GATE):
@@ -323,26 +315,33 @@ def _look(description: Description, request: Request, file_size: int) -> _Look:
         if not is_whole or description.find_held(WORLD) is None:
             description.unlock(GATE)
             return _Look.UNSETTLED
-        _hold_world(description, request)
-        if status.st_size != file_size:
-            raise RegionMismatchError(name=request.name, field="size", expected=request.size, found=status.st_size)
+        _check_size(description, request, file_size, status.st_size)
+        _hold_terms(description, request, file_size)
     except BaseException:
         Seat(description, request.path, "joiner").leave()  # those inside may have gone, and left the name to us
         raise
     return _Look.JOINER
 
 
-def _hold_world(description: Description, request: Request) -> None:
-    """Hold our local world size, as everybody inside does."""
+def _hold_terms(description: Description, request: Request, file_size: int) -> None:
+    """Hold what all inside agree on: the local world size, and how many bytes less than the file the region has."""
     _check_world(description, request)
     description.try_shared(WORLD.at(request.local_world_size))
+    description.try_shared(SHORTFALL.at(file_size - request.size))
 
 
 def _check_world(description: Description, request: Request) -> None:
     """See that nobody inside holds another local world size."""
     world = request.local_world_size
-    below, above = Range(WORLD.start, world), Range(WORLD.start + world + 1, WORLD.length - world - 1)
-    for first, others in ((0, below), (world + 1, above)):
-        found = description.find_held(others) if others.length else None
-        if found is not None:
-            raise RegionMismatchError(name=request.name, field="local_world_size", expected=world, found=first + found)
+    found = description.find_other(WORLD, world)
+    if found is not None:
+        raise RegionMismatchError(name=request.name, field="local_world_size", expected=world, found=found)
+
+
+def _check_size(description: Description, request: Request, file_size: int, found_size: int) -> None:
+    """See that those inside asked for as many bytes, for a file that has `found_size`."""
+    shortfall = file_size - request.size
+    theirs = description.find_other(SHORTFALL, shortfall)
+    size = found_size - (shortfall if theirs is None else theirs)
+    if size != request.size:
+        raise RegionMismatchError(name=request.name, field="size", expected=request.size, found=size)

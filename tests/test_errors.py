@@ -28,6 +28,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "available": 33_285_996_543,
         "hint": "Lower --kv-offloading-size.",
         "reclaimable_leftovers": 512 << 20,
+        "huge_page": None,
     },
     "InsufficientMemoryError": {
         "allocation_name": "CPU KV cache",

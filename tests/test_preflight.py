@@ -269,6 +269,7 @@ class TestSpace:
             "available": 100 * MIB,
             "hint": "Lower it.",
             "reclaimable_leftovers": 0,
+            "huge_page": None,
         }
         assert str(caught.value) == (
             "Insufficient space in /dev/shm for CPU KV cache: 100.1 MiB required, 100.0 MiB free (0.1 MiB short). "

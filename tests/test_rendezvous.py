@@ -108,17 +108,17 @@ def test_size_mismatch_names_both_and_leaves_the_living_alone(run, name, path, a
 
 def test_mismatching_joiner_that_is_the_last_one_out_removes_the_name(run, name, path, monkeypatch):
     """It has the gate, those inside leave and see it there, and only then it finds that it does not fit."""
-    real = _rendezvous._hold_world
+    real = _rendezvous._check_size
 
     async def main():
         region = await open_region(name).__aenter__()
 
-        def leave_first(description, request):
+        def leave_first(*arguments):
             assert not region._tenancy.seat.leave()
             assert path.exists()
-            real(description, request)
+            real(*arguments)
 
-        monkeypatch.setattr(_rendezvous, "_hold_world", leave_first)
+        monkeypatch.setattr(_rendezvous, "_check_size", leave_first)
         with pytest.raises(aioshm.RegionMismatchError):
             await open_region(name, 2 * MIB).__aenter__()
         assert not path.exists()

@@ -94,7 +94,6 @@ def test_a_joiner_with_another_size_is_told(run, name, hugetlbfs):
     run(main())
 
 
-@pytest.mark.xfail(reason="the file's size says how many pages it has, and nothing says more")
 def test_a_joiner_whose_size_takes_as_many_pages_is_told_too(run, name, hugetlbfs):
     directory = hugetlbfs()
 
@@ -102,6 +101,7 @@ def test_a_joiner_whose_size_takes_as_many_pages_is_told_too(run, name, hugetlbf
         async with aioshm.open_region(name, 3 * MIB, directory=directory):
             error = await fail(name, 3 * MIB + 1, directory)
         assert type(error) is aioshm.RegionMismatchError
+        assert (error.field, error.expected, error.found) == ("size", 3 * MIB + 1, 3 * MIB)
 
     run(main())
 
@@ -114,6 +114,8 @@ def test_what_the_pool_or_the_mount_cannot_hold_is_refused(run, name, hugetlbfs,
     assert type(error) is aioshm.InsufficientSpaceError
     assert (error.required, error.available, error.directory) == (available + PAGE, available, str(directory))
     assert str(error).endswith("Lower it.")
+    assert "hugepages-2048kB/nr_hugepages" in str(error)
+    assert "--shm-size" not in str(error)
     assert list(directory.iterdir()) == []
 
     async def main():
