@@ -15,14 +15,12 @@ from ._libc import HUGE_PAGE
 
 Way = Literal["huge", "small"]
 
-# Seconds for a huge page, and how many chunks in a row that slow call for a trial. Small pages of that size take less.
+# Seconds for a huge page, and how many chunks in a row that are slower call for a trial. Small pages take less, mostly.
 _SLOW = 0.002
 _SLOW_IN_A_ROW = 3
 # How many chunks of either size a trial takes: three of them would have to be held up by something else.
 _SAMPLES = 5
 _TOO_SLOW = 3.0
-# How many chunks pass after a trial that huge pages stood before the next may begin; twice as many every time.
-_PAUSE = 32
 
 
 class Worth:
@@ -34,9 +32,8 @@ class Worth:
 
     def __init__(self) -> None:
         self.verdict: str | None = None
+        self._limit = _SLOW
         self._slow = 0
-        self._pause = 0
-        self._next_pause = _PAUSE
         self._samples: dict[Way, list[float]] | None = None
         self._chosen = 0
         self._lock = threading.Lock()
@@ -60,9 +57,8 @@ class Worth:
                 if min(map(len, self._samples.values())) >= _SAMPLES:
                     self._judge(self._samples)
             elif way == "huge":
-                self._pause -= 1
-                self._slow = self._slow + 1 if per_page > _SLOW else 0
-                if self._slow >= _SLOW_IN_A_ROW and self._pause < 0:
+                self._slow = self._slow + 1 if per_page > self._limit else 0
+                if self._slow >= _SLOW_IN_A_ROW:
                     self._samples = {"huge": [], "small": []}
 
     def _judge(self, samples: dict[Way, list[float]]) -> None:
@@ -72,5 +68,6 @@ class Worth:
                 f"huge pages came {huge / small:.1f} times slower than small ones: memory is fragmented "
                 f"({huge * 1e3:.1f} ms for 2 MiB against {small * 1e3:.1f} ms, medians of {_SAMPLES} samples)"
             )
+        # What is slow is known better now; and who is tried in vain is tried a few times more, not for ever.
+        self._limit = max(2 * self._limit, _TOO_SLOW * small)
         self._samples, self._slow = None, 0
-        self._pause, self._next_pause = self._next_pause, self._next_pause * 2
