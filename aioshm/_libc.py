@@ -11,7 +11,9 @@ import contextlib
 import ctypes
 import errno
 import os
+import struct
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,10 +41,11 @@ MPOL_PREFERRED = 1
 MPOL_BIND = 2
 MPOL_INTERLEAVE = 3
 
-# The C library has no function for these (libnuma has), so they are called by number: asm/unistd_64.h, and for all
-# but x86_64 asm-generic/unistd.h.
-_MBIND, _MOVE_PAGES = {"x86_64": (237, 279), "aarch64": (235, 239), "riscv64": (235, 239)}.get(
-    os.uname().machine if hasattr(os, "uname") else "", (None, None)
+# The C library has no function for these (libnuma has, glibc from 2.41 on), so they are called by number:
+# asm/unistd_64.h, and for all but x86_64 asm-generic/unistd.h.
+_GENERIC = (235, 239, 274)
+_MBIND, _MOVE_PAGES, _SCHED_SETATTR = {"x86_64": (237, 279, 314), "aarch64": _GENERIC, "riscv64": _GENERIC}.get(
+    os.uname().machine if hasattr(os, "uname") else "", (None, None, None)
 )
 
 # linux/falloc.h
@@ -206,6 +209,21 @@ def inotify_add_watch(fd: int, path: str) -> None:
     """
     if _libc.inotify_add_watch(fd, os.fsencode(path), _IN_MODIFY | _IN_ATTRIB | _IN_CLOSE_WRITE) < 0:
         raise _last_error("inotify_add_watch")
+
+
+def try_slice(seconds: float) -> bool:
+    """Let the calling thread run for so long before others that want no more than it; False where that cannot be had.
+
+    Not its share of the processor changes by this, but who is woken up meanwhile, and has a shorter slice, goes first
+    (Linux 6.12, kernel/sched/fair.c: PREEMPT_SHORT). Ignored by older kernels. See sched_setattr(2).
+    """
+    policy = os.sched_getscheduler(0)
+    if policy not in (os.SCHED_OTHER, os.SCHED_BATCH):
+        return False
+    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    attributes = struct.pack("=IIQiIQQQ", 48, policy, 0, nice, 0, int(seconds * 1e9), 0, 0)
+    held = (ctypes.c_char * len(attributes)).from_buffer_copy(attributes)
+    return _try_syscall(_SCHED_SETATTR, 0, held, 0) == 0
 
 
 def file_system_magic(path: str) -> int:

@@ -12,9 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 
 from . import _libc
+
+# What is unmapped at once, and how many seconds that should take: of small pages the smallest piece takes 3 ms.
+_SMALLEST_PIECE = 32 << 20
+_PIECE_SECONDS = 0.002
 
 
 class Mapping:
@@ -90,10 +95,25 @@ class Mapping:
         return finalizer
 
 
-def unmap(addresses: range) -> None:
-    """Unmap what `Mapping.release` returned. Blocks for about 0.1 s per GiB of small pages: for a worker thread."""
-    if addresses:
-        _libc.munmap(addresses.start, len(addresses))
+def unmap(addresses: range, page: int = _libc.PAGE) -> None:
+    """Unmap what `Mapping.release` returned. Blocks for about 0.1 s per GiB of small pages: for a worker thread.
+
+    Piece by piece, for munmap(2) keeps the process's mmap lock until it is done, and whoever allocates memory waits.
+
+    Args:
+        addresses: What is to be unmapped, in whole pages.
+        page: Their size.
+    """
+    smallest = step = round_up(_SMALLEST_PIECE, page)
+    while addresses:
+        piece, addresses = addresses[:step], addresses[step:]
+        began = time.perf_counter()
+        _libc.munmap(piece.start, len(piece))
+        seconds = time.perf_counter() - began
+        if seconds < _PIECE_SECONDS:  # huge pages, or hardly any
+            step *= 2
+        elif seconds > 2 * _PIECE_SECONDS:
+            step = max(smallest, step // 2)
 
 
 def round_up(size: int, page: int) -> int:

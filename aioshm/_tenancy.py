@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from ._libc import PAGE
 from ._locks import Description
 from ._mapping import Mapping, round_up, unmap
 from ._populate import Populate
@@ -82,11 +83,11 @@ class Tenancy:
     def _release(self) -> None:
         for populate in list(self._running):
             populate.abandon()
-        addresses = self.mapping.release() if self.mapping is not None else range(0)
+        addresses, page = (self.mapping.release(), self.mapping.page) if self.mapping is not None else (range(0), PAGE)
         try:
             if self.seat.forming and not self._is_viewed():
                 _empty(self.seat.description)
-            unmap(addresses)
+            unmap(addresses, page)
         finally:
             try:
                 if self.seat.forming:

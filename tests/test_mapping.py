@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -110,6 +111,47 @@ def test_without_views_release_hands_over_the_addresses(fd, path):
         _ = mapping.address
     unmap(range(address, address + MIB))
     assert not mapped(path)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("page", "rate", "pieces"),
+    [
+        pytest.param(4096, 11 * GIB, [32 * MIB] * 32 + [5 * 4096], id="small pages"),
+        pytest.param(4096, 500 * GIB, [size * MIB for size in (32, 64, 128, 256, 512)], id="huge pages"),
+        pytest.param(GIB, 4000 * GIB, [GIB, GIB], id="a hugetlbfs of 1 GiB"),
+    ],
+)
+def test_unmapped_in_pieces_that_take_a_few_milliseconds(monkeypatch, page, rate, pieces):
+    """munmap(2) keeps the mmap lock to its end, and a loop that allocates waits for it."""
+    clock, unmapped = [0.0], []
+
+    def munmap(address: int, length: int) -> None:
+        unmapped.append(range(address, address + length))
+        clock[0] += length / rate
+
+    monkeypatch.setattr(_libc, "munmap", munmap)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    unmap(range(64 * GIB, 64 * GIB + sum(pieces)), page)
+    assert [len(piece) for piece in unmapped] == pieces
+    assert unmapped[0].start == 64 * GIB
+    assert all(one.stop == next_.start for one, next_ in itertools.pairwise(unmapped))
+
+
+def test_pieces_get_smaller_again_where_small_pages_come(monkeypatch):
+    clock, lengths = [0.0], []
+
+    def munmap(address: int, length: int) -> None:
+        lengths.append(length // MIB)
+        clock[0] += length / (500 * GIB if address < 4 * GIB else 11 * GIB)
+
+    monkeypatch.setattr(_libc, "munmap", munmap)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    unmap(range(3 * GIB, 8 * GIB))
+    assert lengths[-1] == 32
+    assert sum(lengths) == 5 * 1024
 
 
 def test_views_that_are_gone_are_no_views(fd, path):

@@ -80,7 +80,7 @@ def test_a_context_manager_is_for_one_use(run, name, path):
 def test_closing_twice_and_at_once(run, name, path, monkeypatch):
     go = threading.Event()
     unmap = _tenancy.unmap
-    monkeypatch.setattr(_tenancy, "unmap", lambda addresses: go.wait(30) and unmap(addresses))
+    monkeypatch.setattr(_tenancy, "unmap", lambda *arguments: go.wait(30) and unmap(*arguments))
 
     async def main():
         async with aioshm.open_region(name, SIZE) as region:

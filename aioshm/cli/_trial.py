@@ -131,7 +131,7 @@ async def _scratch(size: int, directory: str, page: int) -> AsyncIterator[tuple[
         try:
             yield file.fileno(), mapping
         finally:
-            await run_regardless(lambda: unmap(mapping.release()), name="unmap")
+            await run_regardless(lambda: unmap(mapping.release(), page), name="unmap")
     finally:
         await run_regardless(file.close, name="close")
 
