@@ -7,7 +7,7 @@ from ._libc import HUGE_PAGE
 from ._request import Request
 
 # A chunk should take about this long: a cancellation waits for at most one, and so does whoever needs the mmap lock.
-CHUNK_SECONDS = 0.004
+CHUNK_SECONDS = 0.002
 SMALLEST_CHUNK = HUGE_PAGE
 FIRST_CHUNK = 2 * HUGE_PAGE
 # Memory can turn slow from one chunk to the next (a virtual machine's host has to find it: 20 ms per 2 MiB, seen), and

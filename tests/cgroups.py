@@ -85,6 +85,7 @@ class CpuGroup:
 
     def __init__(self, path: Path, version: int, quota: float) -> None:
         self.path = path
+        self.version = version
         file, text = ("cpu.cfs_quota_us", "{}") if version == 1 else ("cpu.max", "{} 100000")
         (path / file).write_text(text.format(int(quota * 100_000)))
 
