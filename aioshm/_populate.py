@@ -106,6 +106,7 @@ class Populate:
             OSError: Whatever else the kernel says, such as ENOMEM or EHWPOISON.
         """
         self._stop = stop
+        _libc.try_slice(_pace.SLICE_SECONDS)
         try:
             self._populate_chunks(stop, duty)
         except InsufficientMemoryError:

@@ -1,6 +1,6 @@
 """What the threads' rests are for: populating under a CPU quota, beside threads that run flat out.
 
-Runs in a control group with a quota, which takes root. Whole periods in which the group stood still are counted by the
+Runs in a control group with a quota, which takes root. For how long the group was kept from running is told by the
 kernel (cpu.stat); the heartbeat only sleeps, for with a fifth of a processor there is none to spare for it.
 """
 
@@ -44,7 +44,7 @@ def populate(size: int, directory: str, group: CpuGroup, share: float) -> Figure
             region = await stack.enter_async_context(
                 aioshm.open_region(region_name("quota"), size, directory=directory, huge_pages="off")
             )
-            figures = {"rate": region.report.rate, "throttled": float(group.throttled - before), **heart.figures()}
+            figures = {"rate": region.report.rate, "throttled": group.throttled - before, **heart.figures()}
         return figures
 
     time.sleep(0.2)  # what was used before is forgotten: another period
@@ -78,7 +78,7 @@ def main() -> None:
             "CPU quota",
             {"MiB": arguments.mib, "rounds": arguments.rounds, "quota": QUOTA},
             [
-                Column("throttled", "periods stood still in", 1, 0),
+                Column("throttled", "kept from running, ms", 1e3),
                 Column("p99", "p99, ms", 1e3),
                 Column("longest", "longest stall, ms", 1e3),
                 Column("rate", "GiB/s", 1 / (1 << 30)),

@@ -107,10 +107,10 @@ class CpuGroup:
         return None
 
     @property
-    def throttled(self) -> int:
-        """In how many periods the quota was used up."""
+    def throttled(self) -> float:
+        """For how many seconds its threads were kept from running, one by one, because the quota was used up."""
         stat = dict(line.split() for line in (self.path / "cpu.stat").read_text().splitlines())
-        return int(stat["nr_throttled"])
+        return int(stat["throttled_time"]) / 1e9 if self.version == 1 else int(stat["throttled_usec"]) / 1e6
 
     def enter(self) -> None:
         """Move the calling process in: for `preexec_fn`."""
