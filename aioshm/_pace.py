@@ -7,7 +7,10 @@ from ._libc import HUGE_PAGE
 from ._request import Request
 
 # A chunk should take about this long: a cancellation waits for at most one, and so does whoever needs the mmap lock.
+# That is processor time. On a busy machine most of the time goes into waiting, some of it once per call (MADV_COLLAPSE
+# waits for a worker of the kernel on every processor), and smaller chunks would wait more often; so it may take longer.
 CHUNK_SECONDS = 0.002
+LONGEST_SECONDS = 0.008
 SMALLEST_CHUNK = HUGE_PAGE
 FIRST_CHUNK = 2 * HUGE_PAGE
 # Memory can turn slow from one chunk to the next (a virtual machine's host has to find it: 20 ms per 2 MiB, seen), and
@@ -31,9 +34,17 @@ _LONGEST_CREDIT = 0.01
 _MOST_THREADS = 16
 
 
-def next_chunk(length: int, seconds: float, largest: int) -> int:
-    """Return the next chunk's size after one of `length` bytes took `seconds`: whole huge pages, no sudden growth."""
-    wanted = int(length * CHUNK_SECONDS / seconds) if seconds > 0 else length * 2
+def next_chunk(length: int, busy: float, elapsed: float, largest: int) -> int:
+    """Return the next chunk's size after one of `length` bytes: whole huge pages, no sudden growth.
+
+    Args:
+        length: Its bytes.
+        busy: Seconds of processor time that it took.
+        elapsed: Seconds that it took altogether.
+        largest: Bytes that the next may have.
+    """
+    share = max(busy / CHUNK_SECONDS, elapsed / LONGEST_SECONDS)
+    wanted = int(length / share) if share > 0.5 else length * 2
     wanted = min(max(wanted, SMALLEST_CHUNK), 2 * max(length, SMALLEST_CHUNK), largest)
     return wanted // HUGE_PAGE * HUGE_PAGE
 

@@ -97,14 +97,14 @@ class Pages:
         if self.is_hugetlb:
             self._touch(chunk.start, len(chunk))
             return len(chunk)
-        started = time.perf_counter()
+        started = time.thread_time()
         whole = chunk[: len(chunk) // HUGE_PAGE * HUGE_PAGE]
         way = self._choose() if whole else "small"
         huge = self._make_huge(whole) if way == "huge" else 0
         if huge < len(chunk):
             self._touch(chunk.start + huge, len(chunk) - huge)
         if self._worth is not None and whole:
-            self._note(self._worth, way, whole, time.perf_counter() - started)
+            self._note(self._worth, way, whole, time.thread_time() - started)
         if self._required and huge < len(whole):  # only now: where space was short, the touch has said so
             raise HugePagesUnavailableError(
                 allocation_name=self._request.allocation_name,
@@ -146,7 +146,7 @@ class Pages:
         return "huge" if self._worth is None else self._worth.choose()
 
     def _note(self, worth: Worth, way: Way, whole: range, seconds: float) -> None:
-        """Note how long it took, a refusal included; small pages of a trial are remembered, and a verdict heeded."""
+        """Note the processor time that it took, a refusal included; remember a trial's small pages; heed a verdict."""
         worth.note(way, len(whole), seconds)
         with self._lock:
             if way == "small" and self.collapse:

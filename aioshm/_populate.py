@@ -124,9 +124,10 @@ class Populate:
                 chunk = self._take(size)
                 if not chunk:
                     break
-                started = time.perf_counter()
+                started, before = time.perf_counter(), time.thread_time()
                 self._populate_as_admitted(chunk, stop)
-                size = _pace.next_chunk(len(chunk), time.perf_counter() - started, self._largest)
+                busy, elapsed = time.thread_time() - before, time.perf_counter() - started
+                size = _pace.next_chunk(len(chunk), busy, elapsed, self._largest)
             finally:
                 self._go_out()
             if rests is not None:

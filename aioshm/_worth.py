@@ -1,8 +1,9 @@
 """Decides whether huge pages are worth their time: where memory is fragmented, each may take a compaction.
 
-A slow page alone says nothing: a virtual machine's fresh memory is slow in either size, and so is a busy machine. So
-both sizes are tried in turns, and their medians are compared. Huge ones may be slower, for they pay later as well:
-whoever joins maps them a hundred times faster, and they are given back seventy times faster.
+A slow page alone says nothing: a virtual machine's fresh memory is slow in either size. So both sizes are tried in
+turns, and their medians are compared; of processor time, for compaction is work, and on a busy machine anything waits.
+Huge ones may be slower, for they pay later as well: whoever joins maps them a hundred times faster, and they are given
+back seventy times faster.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ._libc import HUGE_PAGE
 
 Way = Literal["huge", "small"]
 
-# Seconds for a huge page, and how many chunks in a row that are slower call for a trial. Small pages take less, mostly.
-_SLOW = 0.002
+# Seconds of processor time for a huge page, and how many chunks in a row that are slower call for a trial.
+_SLOW = 0.004
 _SLOW_IN_A_ROW = 3
-# How many chunks of either size a trial takes: three of them would have to be held up by something else.
-_SAMPLES = 5
+# How many chunks of either size a trial takes: five of them would have to be held up by something else.
+_SAMPLES = 9
 _TOO_SLOW = 3.0
 
 
@@ -49,7 +50,7 @@ class Worth:
             return "small" if self._chosen % 2 else "huge"
 
     def note(self, way: Way, length: int, seconds: float) -> None:
-        """Note how long a chunk of `length` bytes took."""
+        """Note how many seconds of processor time a chunk of `length` bytes took."""
         per_page = seconds * HUGE_PAGE / length
         with self._lock:
             if self._samples is not None:
@@ -65,7 +66,7 @@ class Worth:
         huge, small = (statistics.median(samples[way]) for way in ("huge", "small"))
         if huge > _TOO_SLOW * small:
             self.verdict = (
-                f"huge pages came {huge / small:.1f} times slower than small ones: memory is fragmented "
+                f"huge pages took {huge / small:.1f} times as long as small ones: memory is fragmented "
                 f"({huge * 1e3:.1f} ms for 2 MiB against {small * 1e3:.1f} ms, medians of {_SAMPLES} samples)"
             )
         # What is slow is known better now; and who is tried in vain is tried a few times more, not for ever.

@@ -23,14 +23,19 @@ from aioshm._threads import StopFlag
 MIB = 1 << 20
 
 
-@given(chunk=st.integers(1, 32), seconds=st.floats(1e-9, 100))
-def test_next_chunk_aims_at_its_time_in_whole_huge_pages(chunk, seconds):
-    length = chunk * HUGE_PAGE
-    following = next_chunk(length, seconds, _pace.LARGEST_CHUNK)
+@given(chunk=st.integers(1, 32), busy=st.floats(0, 100), waiting=st.floats(0, 100))
+def test_next_chunk_aims_at_its_time_in_whole_huge_pages(chunk, busy, waiting):
+    length, elapsed = chunk * HUGE_PAGE, busy + waiting
+    following = next_chunk(length, busy, elapsed, _pace.LARGEST_CHUNK)
     assert following % HUGE_PAGE == 0
-    assert HUGE_PAGE <= following <= min(2 * length, 32 * HUGE_PAGE)
-    at_this_rate = seconds * following / length
-    assert at_this_rate <= _pace.CHUNK_SECONDS * 1.01 or following == HUGE_PAGE
+    assert HUGE_PAGE <= following <= min(2 * length, _pace.LARGEST_CHUNK)
+    by_this = following / length  # as many times what this one took
+    assert following == HUGE_PAGE or busy * by_this <= 0.00202
+    assert following == HUGE_PAGE or elapsed * by_this <= 0.00808
+    larger = (following + HUGE_PAGE) / length
+    assert following in (2 * length, _pace.LARGEST_CHUNK) or busy * larger > 0.00198 or elapsed * larger > 0.00792, (
+        "it could have been larger"
+    )
 
 
 @pytest.mark.parametrize(
