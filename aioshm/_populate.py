@@ -182,10 +182,11 @@ class Populate:
 
     def _map_again(self, stop: StopFlag) -> None:
         """Map what was unmapped, once all is populated, for as long as the guard sees no danger."""
+        step = _pace.LARGEST_CHUNK if self._crowded else _pace.LARGEST_MAPPED_CHUNK  # it may be small pages, or is huge
         while not stop and self.done == self.total and self._come_in():
             try:
                 with self._lock:
-                    piece = self._unmapped[: _pace.LARGEST_MAPPED_CHUNK]
+                    piece = self._unmapped[:step]
                     self._unmapped = self._unmapped[len(piece) :]
                 if not piece:
                     return
