@@ -41,7 +41,7 @@ def stopped(memory_group, ranks, name, path):
 
 @pytest.mark.skipif(not collapse_works(), reason="this kernel gives no huge pages")
 def test_huge_pages_never_are(stopped, name):
-    rank = stopped(limit=2048 * MIB)
+    rank = stopped(limit=2048 * MIB, huge_pages="require")  # no trial of small ones
     assert mapped_by(rank.pid, name) == 0
     rank.resume()
     assert rank.answer()["report"]["huge"] == SIZE
