@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import time
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 from harness import MIB, Column, Figures, Outcome, parse_arguments, publish, region_name, take_turns
+from processes import fork, running
 
 import aioshm
 
 WORLD = 4  # one of them never comes: the others wait for it, and for nothing else
-_fork = multiprocessing.get_context("fork")
 
 
 def be_rank(rank: int, name: str, size: int, directory: str, said: Any) -> None:
@@ -35,13 +35,16 @@ def be_rank(rank: int, name: str, size: int, directory: str, said: Any) -> None:
 
 def kill_one(name: str, size: int, directory: str, until: str) -> Figures:
     """Start all ranks but the last, kill rank 0 when all have said `until`, and time the others."""
-    said = _fork.SimpleQueue()
+    said = fork.SimpleQueue()
     ranks = [
-        _fork.Process(target=be_rank, args=(rank, name, size, directory, said), daemon=True)
-        for rank in range(WORLD - 1)
+        fork.Process(target=be_rank, args=(rank, name, size, directory, said), daemon=True) for rank in range(WORLD - 1)
     ]
-    for process in ranks:
-        process.start()
+    with running(ranks):
+        known = _kill_first(ranks, said, until)
+    return {"first": min(known), "last": max(known)}
+
+
+def _kill_first(ranks: list[ForkProcess], said: Any, until: str) -> list[float]:
     reached: set[int] = set()
     while len(reached) < len(ranks):
         what, rank = said.get()
@@ -57,9 +60,7 @@ def kill_one(name: str, size: int, directory: str, until: str) -> Figures:
         what, when = said.get()
         if what == "lost":
             known.append(when - killed)
-    for process in ranks:
-        process.join()
-    return {"first": min(known), "last": max(known)}
+    return known
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""What the guard costs: populating with `memory_policy="guard"` beside `"ignore"`, inside a memory group with a limit.
+"""What looking after a populate costs: the guard alone, and guard, progress and reports together, beside none of them.
+
+Whole opens are timed, in one thread each. `all` is the defaults with `on_progress`, `none` is `memory_policy="ignore"`
+without; the reports are made in either case, within what is timed, as is what the log would be told.
 
 A level without a limit is hardly looked at. So where this process may make a memory group (root, cgroup v1 or v2), it
 moves into one whose limit is far above what is populated, and every chunk is asked for.
@@ -10,22 +13,34 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
-from harness import MIB, Column, Figures, Outcome, parse_arguments, publish, region_name, take_turns
+from harness import GIB, MIB, Column, Figures, Outcome, parse_arguments, publish, region_name, take_turns
 
 import aioshm
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 
-def populate(size: int, directory: str, policy: str) -> Figures:
+def opened(size: int, directory: str, policy: Literal["guard", "ignore"], *, told: bool) -> Figures:
+    told_of: list[aioshm.Progress] = []
+
     async def main() -> Figures:
+        before = time.process_time()
+        started = time.perf_counter()
         async with aioshm.open_region(
-            region_name("guard"), size, directory=directory, memory_policy=policy, threads=1
+            region_name("guard"),
+            size,
+            directory=directory,
+            memory_policy=policy,
+            threads=1,
+            on_progress=told_of.append if told else None,
         ) as region:
-            return {"rate": region.report.rate}
+            seconds, cpu = time.perf_counter() - started, time.process_time() - before
+        return {"seconds": seconds, "cpu": cpu, "rate": region.report.rate, "told": float(len(told_of))}
 
     return asyncio.run(main())
 
@@ -55,19 +70,29 @@ def main() -> None:
     size, directory = arguments.mib * MIB, arguments.directory
     with limited_group() as group:
         outcome = Outcome(
-            "Guard",
+            "Guard, progress and reports",
             {"MiB": arguments.mib, "rounds": arguments.rounds, "memory group": group},
-            [Column("rate", "GiB/s", 1 / (1 << 30))],
+            [
+                Column("seconds", "open, ms", 1e3, 1),
+                Column("cpu", "CPU, ms", 1e3, 1),
+                Column("rate", "populate, GiB/s", 1 / GIB),
+                Column("told", "progress calls", 1, 0),
+            ],
             take_turns(
                 {
-                    policy: lambda policy=policy: populate(size, directory, policy)  # type: ignore[misc]
-                    for policy in ("guard", "ignore")
+                    "none": lambda: opened(size, directory, "ignore", told=False),
+                    "guard": lambda: opened(size, directory, "guard", told=False),
+                    "all": lambda: opened(size, directory, "guard", told=True),
                 },
                 arguments.rounds,
                 prime=size,
             ),
         )
-    outcome.compare("rate, ignore over guard", "ignore", "guard", "rate")
+    for key in ("seconds", "cpu"):
+        for what in ("guard", "all"):
+            outcome.figures[f"{key}, share of {what}"] = (
+                outcome.compare(f"{key}, {what} over none", what, "none", key) - 1
+            )
     publish(outcome, arguments.json)
 
 

@@ -7,12 +7,9 @@ whole of `open_region`; the other way opens the file, maps it and populates the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import mmap
-import multiprocessing
 import os
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 from harness import (
@@ -27,6 +24,7 @@ from harness import (
     take_turns,
     unnamed_file,
 )
+from processes import servant
 
 import aioshm
 
@@ -36,8 +34,10 @@ def join_naively(path: str, size: int) -> Figures:
     fd = os.open(path, os.O_RDWR)
     try:
         with mmap.mmap(fd, size) as memory:
+            mapped = time.perf_counter()
             memory.madvise(MADV_POPULATE_WRITE)
-            return {"join": time.perf_counter() - started}
+            done = time.perf_counter()
+            return {"join": done - started, "map": done - mapped}
     finally:
         os.close(fd)
 
@@ -51,28 +51,6 @@ def join_aioshm(name: str, directory: str, size: int) -> Figures:
         return {"join": seconds, "map": region.report.populate_seconds}
 
     return asyncio.run(main())
-
-
-def joiner(pipe: Connection) -> None:
-    """The joiner process: runs what it is sent until the other end closes."""
-    with contextlib.suppress(EOFError):
-        while True:
-            way, *arguments = pipe.recv()
-            pipe.send(way(*arguments))
-
-
-@contextlib.contextmanager
-def joiner_process() -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")  # fork would copy page tables of ours
-    ours, theirs = context.Pipe()
-    process = context.Process(target=joiner, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        ours.close()
-        process.join()
 
 
 def small_pages(pipe: Connection, size: int, directory: str) -> Figures:
@@ -95,7 +73,7 @@ def with_aioshm(pipe: Connection, size: int, directory: str) -> Figures:
 def main() -> None:
     arguments = parse_arguments(__doc__, mib=2048, rounds=7)
     size, directory = arguments.mib * MIB, arguments.directory
-    with joiner_process() as pipe:
+    with servant() as pipe:
         contenders = {
             "4 KiB, mmap.madvise": lambda: small_pages(pipe, size, directory),
             "aioshm": lambda: with_aioshm(pipe, size, directory),
@@ -108,6 +86,7 @@ def main() -> None:
         values,
     )
     outcome.compare("join, 4 KiB over aioshm", "4 KiB, mmap.madvise", "aioshm", "join")
+    outcome.compare("map, 4 KiB over aioshm", "4 KiB, mmap.madvise", "aioshm", "map")
     publish(outcome, arguments.json)
 
 

@@ -16,20 +16,24 @@ import math
 import mmap
 import os
 import platform
+import re
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
+GIB = 1 << 30
 MADV_POPULATE_WRITE = 23  # linux/mman.h; the mmap module has no name for it
 
 Figures = dict[str, float]
 Contender = Callable[[], Figures]
+
+_LOAD_BEFORE = os.getloadavg()[0]
 
 
 @dataclass(frozen=True)
@@ -44,22 +48,37 @@ class Column:
 
 @dataclass
 class Outcome:
-    """What one benchmark measured: every value of every figure of every contender, round by round."""
+    """What one benchmark measured: every value of every figure of every contender, round by round.
+
+    `ratios` and `figures` are what the documentation quotes, by name; `traces` are curves for the plots.
+    """
 
     benchmark: str
     parameters: dict[str, Any]
     columns: Sequence[Column]
     values: dict[str, dict[str, list[float]]]
     ratios: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    traces: dict[str, Any] = field(default_factory=dict)
 
     def median(self, contender: str, key: str) -> float:
         return statistics.median(self.values[contender][key])
+
+    def spread(self, contender: str, key: str) -> tuple[float, float, float]:
+        """Return the median, the smallest and the largest value."""
+        values = self.values[contender][key]
+        return statistics.median(values), min(values), max(values)
 
     def compare(self, name: str, above: str, below: str, key: str) -> float:
         """Note the median of `above` over that of `below` as the ratio `name`."""
         denominator = self.median(below, key)
         self.ratios[name] = self.median(above, key) / denominator if denominator > 0 else math.inf
         return self.ratios[name]
+
+    def quote(self, name: str, contender: str, key: str, share: float = 0.5) -> float:
+        """Note a quantile of all rounds as the figure `name`: 0.5 is the median, 1.0 the largest."""
+        self.figures[name] = quantile(self.values[contender][key], share)
+        return self.figures[name]
 
     def table(self) -> str:
         """Return the medians, and in brackets the smallest and the largest value, as a Markdown table."""
@@ -86,8 +105,11 @@ class Outcome:
             "parameters": self.parameters,
             "contenders": contenders,
             "ratios": self.ratios,
+            "figures": self.figures,
+            "traces": self.traces,
+            "table": self.table().splitlines(),
         }
-        return json.dumps(facts, indent=2) + "\n"
+        return _one_line_per_list(json.dumps(_rounded(facts), indent=1)) + "\n"
 
 
 def take_turns(
@@ -128,7 +150,7 @@ def touch_and_free(size: int) -> None:
 
 
 class Heartbeat:
-    """Beats on the loop every millisecond while its block runs, and keeps how late each beat was.
+    """Beats on the loop every millisecond while its block runs, and keeps when each beat came and how late it was.
 
     Each beat maps, writes and unmaps memory, as the allocator of a busy server does. A loop that only sleeps would not
     see whoever holds the process's mmap lock; one that allocates has to wait for it.
@@ -138,13 +160,16 @@ class Heartbeat:
     ALLOCATION = b"\xa5" * MIB
 
     def __init__(self) -> None:
-        self.stalls: list[float] = []
+        self.beats: list[tuple[float, float]] = []  # when it came, seconds it was late
+        self._phases: list[tuple[str, float]] = []
+        self._started = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Heartbeat:
         self._task = asyncio.create_task(self._beat())
         await asyncio.sleep(0.01)  # it is measured at its pace, not while it starts
-        self.stalls.clear()
+        self.beats.clear()
+        self._started = time.perf_counter()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -160,25 +185,47 @@ class Heartbeat:
             with mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
                 memory.write(self.ALLOCATION)
             now = time.perf_counter()
-            self.stalls.append(now - last - self.INTERVAL)
+            self.beats.append((now, now - last - self.INTERVAL))
             last = now
 
+    def enter(self, phase: str) -> None:
+        """Say what begins now; a stall counts to the phase that its middle is in."""
+        self._phases.append((phase, time.perf_counter()))
+
     def figures(self) -> Figures:
-        """Return the longest stall, the 99th percentile of all, and how many beats there were."""
-        ordered = sorted(self.stalls)
+        """Return the longest stall, in all and by phase, the 99th percentile, and how many beats there were."""
+        stalls = [late for _, late in self.beats]
+        found = {"longest": max(stalls), "p99": quantile(stalls, 0.99), "beats": float(len(stalls))}
+        for index, (phase, begin) in enumerate(self._phases):
+            end = self._phases[index + 1][1] if index + 1 < len(self._phases) else math.inf
+            within = [late for when, late in self.beats if begin <= when - late / 2 < end]
+            found[f"longest {phase}"] = max(within, default=0.0)
+        return found
+
+    def trace(self, step: float = 0.005) -> dict[str, Any]:
+        """Return the curve for a plot, in milliseconds: the phases' begins, and the longest stall of each `step`."""
+        longest: dict[int, tuple[float, float]] = {}
+        for when, late in self.beats:
+            slot = int((when - self._started) / step)
+            longest[slot] = max(longest.get(slot, (0.0, 0.0)), (late, when - self._started))
         return {
-            "longest": ordered[-1],
-            "p99": ordered[math.ceil(len(ordered) * 0.99) - 1],
-            "beats": float(len(ordered)),
+            "phases": {phase: round((when - self._started) * 1e3, 3) for phase, when in self._phases},
+            "stalls": [[round(when * 1e3, 3), round(late * 1e3, 3)] for late, when in longest.values()],
         }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that `share` of all do not exceed; of an even number the median as usual."""
+    if share == 0.5:
+        return statistics.median(values)
+    return sorted(values)[math.ceil(len(values) * share) - 1]
 
 
 @contextlib.contextmanager
 def unnamed_file(size: int, directory: str) -> Iterator[int]:
-    """Yield the descriptor of an empty file of `size` bytes in shared memory that no death of ours can leave behind."""
-    fd, path = tempfile.mkstemp(prefix="bench-", dir=directory)
+    """Yield the descriptor of an empty file of `size` bytes in shared memory that never had a name to leave behind."""
+    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        os.unlink(path)
         os.ftruncate(fd, size)
         yield fd
     finally:
@@ -189,26 +236,61 @@ def region_name(what: str) -> str:
     return f"bench-{what}-{os.getpid()}"
 
 
+def room(directory: str) -> int:
+    """Return the bytes that a benchmark may take at once: what is free in `directory` and on the host, less a tenth."""
+    figures = os.statvfs(directory)
+    text = Path("/proc/meminfo").read_text()
+    available = int(text.split("MemAvailable:")[1].split()[0]) << 10
+    return min(figures.f_bavail * figures.f_frsize, available) * 9 // 10
+
+
+def fitting(sizes: Sequence[int], directory: str) -> list[int]:
+    """Leave out the sizes in MiB that do not fit, with a line that says so."""
+    free = room(directory) // MIB
+    for size in sizes:
+        if size > free:
+            print(f"left out: {size} MiB, for {free} MiB are free\n")
+    return [size for size in sizes if size <= free]
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
 def machine() -> dict[str, Any]:
     """Return what a reader must know to place the figures."""
     return {
         "python": platform.python_version(),
         "kernel": platform.release(),
         "architecture": platform.machine(),
+        "processor": _first(r"model name\s*: (.*)", "/proc/cpuinfo"),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MIB,
-        "load_before": os.getloadavg()[0],
+        "shmem_enabled": _first(r"\[(\w+)\]", "/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "load_before": _LOAD_BEFORE,
     }
 
 
-def parse_arguments(description: str | None, *, mib: int | None, rounds: int) -> argparse.Namespace:
-    """Read the options that all benchmarks have; `mib` None: there is no size to choose."""
+def parse_arguments(description: str | None, *, mib: int | None, rounds: int, **more: Any) -> argparse.Namespace:
+    """Read the options that all benchmarks have; `mib` None: there is no size to choose.
+
+    `more`: a benchmark's own options, whose defaults say what they are: a number, or a list of such.
+    """
     parser = argparse.ArgumentParser(description=description)
     if mib is not None:
         parser.add_argument("--mib", type=int, default=mib, help="size of the region in MiB (default %(default)s)")
         parser.add_argument("--directory", default="/dev/shm", help="a tmpfs to work in (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds that count (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all values there, too")
+    for name, default in more.items():
+        is_list = isinstance(default, list)
+        kind = type(default[0] if is_list else default)
+        parser.add_argument(
+            f"--{name}", type=kind, default=default, nargs="+" if is_list else None, help="(default %(default)s)"
+        )
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
@@ -226,6 +308,8 @@ def publish(outcome: Outcome, path: Path | None) -> None:
     print(outcome.table() + "\n")
     for name, ratio in outcome.ratios.items():
         print(f"* {name}: {ratio:.2f}")
+    for name, figure in outcome.figures.items():
+        print(f"* {name}: {figure:.4g}")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(outcome.to_json(), encoding="utf-8")
@@ -235,4 +319,28 @@ def _cell(values: list[float], column: Column) -> str:
     if not values:
         return ""
     middle, low, high = (value * column.scale for value in (statistics.median(values), min(values), max(values)))
+    if low == high:
+        return f"{middle:.{column.digits}f}"
     return f"{middle:.{column.digits}f} ({low:.{column.digits}f} to {high:.{column.digits}f})"
+
+
+def _first(pattern: str, path: str) -> str:
+    try:
+        found = re.search(pattern, Path(path).read_text())
+    except OSError:
+        found = None
+    return found[1] if found else "unknown"
+
+
+def _rounded(facts: Any) -> Any:
+    """Six digits say all that was measured, and keep the files small."""
+    if isinstance(facts, float):
+        return float(f"{facts:.6g}")
+    if isinstance(facts, dict):
+        return {key: _rounded(value) for key, value in facts.items()}
+    return [_rounded(value) for value in facts] if isinstance(facts, list) else facts
+
+
+def _one_line_per_list(text: str) -> str:
+    """Put lists of numbers, and of pairs of them, on one line each."""
+    return re.sub(r"\[[-\d.,e+\s\[\]]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)

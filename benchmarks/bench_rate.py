@@ -1,0 +1,114 @@
+"""Rate over threads and size: whole opens of aioshm beside what the kernel and the memory give to as many threads.
+
+`4 KiB` is MADV_POPULATE_WRITE of a file in shared memory, without the interpreter lock. `huge fault` is the kernel's own
+way to huge pages, in private memory: what a machine gives where nothing has to be asked for. `memset` writes memory that
+is mapped already, in huge pages where they can be had: faster than that no memory can be made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+from harness import GIB, MIB, Column, Figures, Outcome, fitting, parse_arguments, publish, region_name, take_turns
+from harness import unnamed_file as unnamed
+from memory import MADV_HUGEPAGE, MADV_POPULATE_WRITE, advise, fill, in_threads, make_huge, mapped
+
+import aioshm
+
+
+def with_aioshm(size: int, threads: int, directory: str) -> Figures:
+    async def main() -> Figures:
+        started = time.perf_counter()
+        async with aioshm.open_region(region_name("rate"), size, directory=directory, threads=threads) as region:
+            seconds = time.perf_counter() - started
+        return {"rate": size / seconds, "populate": region.report.rate, "huge": region.report.huge_share or 0.0}
+
+    return asyncio.run(main())
+
+
+def small_pages(size: int, threads: int, directory: str) -> Figures:
+    with unnamed(size, directory) as fd, mapped(size, fd) as address:
+        return _timed(size, threads, address, lambda start, length: advise(start, length, MADV_POPULATE_WRITE))
+
+
+def huge_fault(size: int, threads: int, directory: str) -> Figures:
+    with mapped(size) as address:
+        advise(address, size, MADV_HUGEPAGE)
+        return _timed(size, threads, address, lambda start, length: advise(start, length, MADV_POPULATE_WRITE))
+
+
+def memset(size: int, threads: int, directory: str) -> Figures:
+    with unnamed(size, directory) as fd, mapped(size, fd) as address:
+        in_threads(threads, address, size, make_huge)
+        return _timed(size, threads, address, fill)
+
+
+def _timed(size: int, threads: int, address: int, work: Callable[[int, int], object]) -> Figures:
+    started = time.perf_counter()
+    in_threads(threads, address, size, work)
+    return {"rate": size / (time.perf_counter() - started)}
+
+
+WAYS: dict[str, Callable[[int, int, str], Figures]] = {
+    "4 KiB": small_pages,
+    "huge fault": huge_fault,
+    "memset": memset,
+    "aioshm": with_aioshm,
+}
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__, mib=2048, rounds=5, smaller=[64, 256, 1024], threads=_thread_counts())
+    directory = arguments.directory
+    sizes = fitting(sorted({*(size for size in arguments.smaller if size < arguments.mib), arguments.mib}), directory)
+    values: dict[str, dict[str, list[float]]] = {}
+    for size in sizes:
+        contenders = {
+            f"{way}, {size} MiB, {threads} thread{'s' * (threads > 1)}": lambda run=run, size=size, threads=threads: (
+                run(size * MIB, threads, directory)
+            )
+            for threads in arguments.threads
+            for way, run in WAYS.items()
+        }
+        values |= take_turns(contenders, arguments.rounds, prime=size * MIB)
+    outcome = Outcome(
+        "Rate over threads and size",
+        {"rounds": arguments.rounds},
+        [
+            Column("rate", "GiB/s", 1 / GIB),
+            Column("populate", "of it populating, GiB/s", 1 / GIB),
+            Column("huge", "huge pages, %", 100, 0),
+        ],
+        values,
+    )
+    for threads in arguments.threads:
+        on = f"{sizes[-1]} MiB, {threads} thread{'s' * (threads > 1)}"
+        for way in ("memset", "huge fault", "4 KiB"):
+            outcome.compare(f"rate, aioshm over {way}, threads: {threads}", f"aioshm, {on}", f"{way}, {on}", "rate")
+        outcome.compare(
+            f"rate, huge fault over memset, threads: {threads}", f"huge fault, {on}", f"memset, {on}", "rate"
+        )
+    outcome.traces = {
+        way: {
+            str(threads): [
+                [size, outcome.median(f"{way}, {size} MiB, {threads} thread{'s' * (threads > 1)}", "rate") / GIB]
+                for size in sizes
+            ]
+            for threads in arguments.threads
+        }
+        for way in WAYS
+    }
+    publish(outcome, arguments.json)
+
+
+def _thread_counts() -> list[int]:
+    """1, 2, 4, … and as many as there are processors, but not more than aioshm would start."""
+    most = min(len(os.sched_getaffinity(0)), 16)
+    return sorted({1 << power for power in range(most.bit_length())} | {most})
+
+
+if __name__ == "__main__":
+    main()
