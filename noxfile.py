@@ -174,10 +174,8 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST, default=False, requires=["build"])
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks; arguments after `--` name some of them."""
-    scripts = session.posargs or [str(path) for path in sorted(ROOT.glob("benchmarks/bench_*.py"))]
-    if not scripts:
-        session.skip("there are no benchmarks yet")
-    install_wheel(session, "test", extras="[cli]")
-    for script in scripts:
-        session.run("python", script)
+    """Run the benchmarks and renew docs/benchmarks.md. Arguments after `--`: some of their names, --quick or --full."""
+    install_wheel(session, "bench", extras="[cli]")
+    session.install(*group("bench-built"), success_codes=[0, 1])
+    # When interrupted they give back gigabytes, and remove what has a name, before they end.
+    session.run("python", "benchmarks/run.py", *session.posargs, interrupt_timeout=30, terminate_timeout=10)

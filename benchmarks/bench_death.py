@@ -6,11 +6,11 @@ import asyncio
 import os
 import signal
 import time
-from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from harness import MIB, Column, Figures, Outcome, parse_arguments, publish, region_name, take_turns
-from processes import fork, running
+from processes import child, fork, running
 
 import aioshm
 
@@ -36,15 +36,13 @@ def be_rank(rank: int, name: str, size: int, directory: str, said: Any) -> None:
 def kill_one(name: str, size: int, directory: str, until: str) -> Figures:
     """Start all ranks but the last, kill rank 0 when all have said `until`, and time the others."""
     said = fork.SimpleQueue()
-    ranks = [
-        fork.Process(target=be_rank, args=(rank, name, size, directory, said), daemon=True) for rank in range(WORLD - 1)
-    ]
+    ranks = [child(be_rank, rank, name, size, directory, said) for rank in range(WORLD - 1)]
     with running(ranks):
         known = _kill_first(ranks, said, until)
     return {"first": min(known), "last": max(known)}
 
 
-def _kill_first(ranks: list[ForkProcess], said: Any, until: str) -> list[float]:
+def _kill_first(ranks: list[BaseProcess], said: Any, until: str) -> list[float]:
     reached: set[int] = set()
     while len(reached) < len(ranks):
         what, rank = said.get()

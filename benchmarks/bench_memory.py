@@ -1,8 +1,8 @@
 """Memory beyond the region: what the process itself, its threads and the kernel take, while it opens and afterwards.
 
-Each open is in a fresh process that has opened before. `anonymous` is the process's own resident memory (the region's is
-counted apart, as RssShmem), `page tables` VmPTE, and `reserved` the address space for data and thread stacks, of which
-only what is touched is resident. `Python` is the peak of tracemalloc, in an open of its own, for it slows down.
+Each open is in a fresh process that has opened before. `anonymous` is the process's own resident memory (the region's
+is counted apart, as RssShmem), `page tables` VmPTE, and `reserved` the address space for data and thread stacks, of
+which only what is touched is resident. `Python` is the peak of tracemalloc, in an open of its own, for it slows down.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The other ways to have shared memory that is there, from Python: the same bytes, every page of them resident.
 
-Each is timed from nothing to the last page, and in giving back. Ways that leave the pages to the first touch are touched
-once per 4 KiB page, by a strided store of the library that they hand out. Packages that are missing are left out.
+Each is timed from nothing to the last page, and in giving back. Ways that leave the pages to the first touch are
+touched once per 4 KiB page, by a strided store of NumPy or torch. Packages that are missing are left out.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def torch_share_memory(size: int, directory: str) -> Iterator[None]:
     """Copies what the storage holds, which nobody has written yet, and so touches every page of the copy."""
     import torch
 
-    storage = torch.UntypedStorage(size)
+    storage: Any = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
     storage.share_memory_()
     touch_tensor(storage)
     yield

@@ -1,19 +1,32 @@
 """Rate over threads and size: whole opens of aioshm beside what the kernel and the memory give to as many threads.
 
-`4 KiB` is MADV_POPULATE_WRITE of a file in shared memory, without the interpreter lock. `huge fault` is the kernel's own
-way to huge pages, in private memory: what a machine gives where nothing has to be asked for. `memset` writes memory that
-is mapped already, in huge pages where they can be had: faster than that no memory can be made.
+`4 KiB` is MADV_POPULATE_WRITE of a file in shared memory, without the interpreter lock. `huge fault` is the kernel's
+own way to huge pages, in private memory: what a machine gives where nothing has to be asked for. `memset` writes memory
+that is mapped already, in huge pages where they can be had: faster than that no memory can be made.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import Callable
 
-from harness import GIB, MIB, Column, Figures, Outcome, fitting, parse_arguments, publish, region_name, take_turns
-from harness import unnamed_file as unnamed
+from harness import (
+    GIB,
+    MIB,
+    Column,
+    Contender,
+    Figures,
+    Outcome,
+    fitting,
+    parse_arguments,
+    publish,
+    region_name,
+    take_turns,
+    unnamed_file,
+)
 from memory import MADV_HUGEPAGE, MADV_POPULATE_WRITE, advise, fill, in_threads, make_huge, mapped
 
 import aioshm
@@ -30,7 +43,7 @@ def with_aioshm(size: int, threads: int, directory: str) -> Figures:
 
 
 def small_pages(size: int, threads: int, directory: str) -> Figures:
-    with unnamed(size, directory) as fd, mapped(size, fd) as address:
+    with unnamed_file(size, directory) as fd, mapped(size, fd) as address:
         return _timed(size, threads, address, lambda start, length: advise(start, length, MADV_POPULATE_WRITE))
 
 
@@ -40,8 +53,8 @@ def huge_fault(size: int, threads: int, directory: str) -> Figures:
         return _timed(size, threads, address, lambda start, length: advise(start, length, MADV_POPULATE_WRITE))
 
 
-def memset(size: int, threads: int, directory: str) -> Figures:
-    with unnamed(size, directory) as fd, mapped(size, fd) as address:
+def write(size: int, threads: int, directory: str) -> Figures:
+    with unnamed_file(size, directory) as fd, mapped(size, fd) as address:
         in_threads(threads, address, size, make_huge)
         return _timed(size, threads, address, fill)
 
@@ -55,24 +68,27 @@ def _timed(size: int, threads: int, address: int, work: Callable[[int, int], obj
 WAYS: dict[str, Callable[[int, int, str], Figures]] = {
     "4 KiB": small_pages,
     "huge fault": huge_fault,
-    "memset": memset,
+    "memset": write,
     "aioshm": with_aioshm,
 }
 
 
+def label(way: str, size: int, threads: int) -> str:
+    return f"{way}, {size} MiB, {threads} thread{'s' * (threads > 1)}"
+
+
 def main() -> None:
-    arguments = parse_arguments(__doc__, mib=2048, rounds=5, smaller=[64, 256, 1024], threads=_thread_counts())
+    counts = _thread_counts()
+    arguments = parse_arguments(__doc__, mib=2048, rounds=5, smaller=[64, 256, 1024], threads=counts)
     directory = arguments.directory
     sizes = fitting(sorted({*(size for size in arguments.smaller if size < arguments.mib), arguments.mib}), directory)
     values: dict[str, dict[str, list[float]]] = {}
     for size in sizes:
-        contenders = {
-            f"{way}, {size} MiB, {threads} thread{'s' * (threads > 1)}": lambda run=run, size=size, threads=threads: (
-                run(size * MIB, threads, directory)
-            )
-            for threads in arguments.threads
-            for way, run in WAYS.items()
-        }
+        contenders: dict[str, Contender] = {}
+        for threads in arguments.threads:
+            for way, run in WAYS.items():
+                turn = functools.partial(run, size * MIB, threads, directory)
+                contenders[label(way, size, threads)] = turn
         values |= take_turns(contenders, arguments.rounds, prime=size * MIB)
     outcome = Outcome(
         "Rate over threads and size",
@@ -85,22 +101,16 @@ def main() -> None:
         values,
     )
     for threads in arguments.threads:
-        on = f"{sizes[-1]} MiB, {threads} thread{'s' * (threads > 1)}"
-        for way in ("memset", "huge fault", "4 KiB"):
-            outcome.compare(f"rate, aioshm over {way}, threads: {threads}", f"aioshm, {on}", f"{way}, {on}", "rate")
-        outcome.compare(
-            f"rate, huge fault over memset, threads: {threads}", f"huge fault, {on}", f"memset, {on}", "rate"
-        )
-    outcome.traces = {
-        way: {
-            str(threads): [
-                [size, outcome.median(f"{way}, {size} MiB, {threads} thread{'s' * (threads > 1)}", "rate") / GIB]
-                for size in sizes
-            ]
+        small, fault, memset, ours = (label(way, sizes[-1], threads) for way in WAYS)
+        outcome.compare(f"rate, aioshm over memset, threads: {threads}", ours, memset, "rate")
+        outcome.compare(f"rate, aioshm over huge fault, threads: {threads}", ours, fault, "rate")
+        outcome.compare(f"rate, huge fault over memset, threads: {threads}", fault, memset, "rate")
+        outcome.compare(f"rate, aioshm over 4 KiB, threads: {threads}", ours, small, "rate")
+    for way in WAYS:
+        outcome.traces[way] = {
+            str(threads): [[size, outcome.median(label(way, size, threads), "rate") / GIB] for size in sizes]
             for threads in arguments.threads
         }
-        for way in WAYS
-    }
     publish(outcome, arguments.json)
 
 

@@ -8,6 +8,7 @@ preflight, guard, populate, rendezvous, release, and every rank has all of the r
 from __future__ import annotations
 
 import asyncio
+import functools
 import mmap
 from collections.abc import Callable
 
@@ -58,12 +59,13 @@ def main() -> None:
         with unnamed_file(size, directory) as fd:
             return timed(world, lambda rank: naive(rank, world, size, fd))
 
+    def with_ours(world: int) -> Figures:
+        return timed(world, lambda rank: with_aioshm(rank, world, size, directory, name))
+
     contenders: dict[str, Callable[[], Figures]] = {}
     for world in RANKS:
-        contenders[f"mmap.madvise, {world} ranks"] = lambda world=world: naively(world)
-        contenders[f"aioshm, {world} ranks"] = lambda world=world: timed(
-            world, lambda rank: with_aioshm(rank, world, size, directory, name)
-        )
+        contenders[f"mmap.madvise, {world} ranks"] = functools.partial(naively, world)
+        contenders[f"aioshm, {world} ranks"] = functools.partial(with_ours, world)
     outcome = Outcome(
         "Time to ready",
         {"MiB": arguments.mib, "rounds": arguments.rounds},
@@ -71,8 +73,8 @@ def main() -> None:
         take_turns(contenders, arguments.rounds, prime=size),
     )
     for world in RANKS:
-        name = f"ready, {world} ranks, mmap.madvise over aioshm"
-        outcome.compare(name, f"mmap.madvise, {world} ranks", f"aioshm, {world} ranks", "ready")
+        ratio = f"ready, {world} ranks, mmap.madvise over aioshm"
+        outcome.compare(ratio, f"mmap.madvise, {world} ranks", f"aioshm, {world} ranks", "ready")
     outcome.traces = {
         way: [[world, *outcome.spread(f"{way}, {world} ranks", "ready")] for world in RANKS]
         for way in ("mmap.madvise", "aioshm")

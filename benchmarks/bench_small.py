@@ -17,8 +17,8 @@ from harness import (
     publish,
     region_name,
     take_turns,
+    unnamed_file,
 )
-from harness import unnamed_file as unnamed
 
 import aioshm
 
@@ -36,7 +36,7 @@ def with_aioshm(size: int, directory: str) -> Figures:
 
 def madvise(size: int, directory: str) -> Figures:
     started = time.perf_counter()
-    with unnamed(size, directory) as fd, mmap.mmap(fd, size) as memory:
+    with unnamed_file(size, directory) as fd, mmap.mmap(fd, size) as memory:
         memory.madvise(MADV_POPULATE_WRITE)
         opened = time.perf_counter()
     closed = time.perf_counter()
@@ -47,6 +47,7 @@ def standard_library(size: int, directory: str) -> Figures:
     started = time.perf_counter()
     memory = shared_memory.SharedMemory(create=True, size=size)
     memory.unlink()
+    assert memory.buf is not None
     memory.buf[:] = bytes(size)
     opened = time.perf_counter()
     memory.close()

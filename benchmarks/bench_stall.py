@@ -1,8 +1,8 @@
 """How long the event loop stands still while a region is opened and closed, beside the naive way in a thread.
 
 The naive way is `await asyncio.to_thread(memory.madvise, MADV_POPULATE_WRITE)`: off the loop by its looks, but
-`mmap.madvise` holds the interpreter lock, and so does `mmap.close`. First touch by NumPy in a thread lets go of it while
-it touches. `nothing` is the same heartbeat while nothing is opened: what the machine itself does.
+`mmap.madvise` holds the interpreter lock, and so does `mmap.close`. First touch by NumPy in a thread lets go of it
+while it touches. `nothing` is the same heartbeat while nothing is opened: what the machine itself does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Memory by the kernel's own calls, without the interpreter lock: what there is to be reached, and how to get near it."""
+"""Memory by the kernel's own calls, without the interpreter lock: what there is to be reached."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import threading
@@ -51,7 +52,7 @@ def in_threads(threads: int, address: int, size: int, work: Callable[[int, int],
     """Run `work(address, length)` on equal parts, on huge-page borders, in as many threads."""
     pieces = -(-size // HUGE_PAGE)
     borders = [min(size, pieces * index // threads * HUGE_PAGE) for index in range(threads + 1)]
-    parts = [(address + start, stop - start) for start, stop in zip(borders, borders[1:], strict=False)]
+    parts = [(address + start, stop - start) for start, stop in itertools.pairwise(borders)]
     others = [threading.Thread(target=work, args=part) for part in parts[1:]]
     for thread in others:
         thread.start()

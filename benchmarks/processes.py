@@ -7,8 +7,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -26,11 +28,16 @@ def running(processes: Sequence[BaseProcess]) -> Iterator[None]:
     a plain SIGINT is handed on.
     """
     try:
-        for process in processes:
-            process.start()
+        # What an interrupt raises within Python's hooks around a fork is printed there and forgotten: it waits until
+        # all are started. They inherit that; `_begin` ends it for them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for process in processes:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         yield
-        for process in processes:
-            process.join()
+        _join(processes)
     except BaseException:
         for ask in (lambda _: None, _interrupt, BaseProcess.kill):
             for process in processes:
@@ -43,9 +50,35 @@ def running(processes: Sequence[BaseProcess]) -> Iterator[None]:
         raise
 
 
+def _join(processes: Sequence[BaseProcess]) -> None:
+    """Wait until all have ended; one that failed is not waited out, for the others may be waiting for it."""
+    waiting = {process.sentinel: process for process in processes}
+    while waiting:
+        for sentinel in connection.wait(list(waiting)):
+            process = waiting.pop(sentinel)  # type: ignore[arg-type]
+            process.join()
+            if process.exitcode and process.exitcode > 0:  # less than 0: by a signal, as a benchmark may have meant it
+                raise RuntimeError(f"process {process.pid} ended with exit status {process.exitcode}")
+
+
+def child(work: Callable[..., object], *arguments: Any, context: Any = fork) -> BaseProcess:
+    """Return a process, not started yet, that runs `work(*arguments)`."""
+    process: BaseProcess = context.Process(target=_begin, args=(work, *arguments), daemon=True)
+    return process
+
+
+def _begin(work: Callable[..., object], *arguments: Any) -> None:
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        work(*arguments)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
 def _interrupt(process: BaseProcess) -> None:
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGINT)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGINT)
 
 
 def race(world: int, work: Callable[[int], Any]) -> list[tuple[float, float, Any]]:
@@ -53,17 +86,14 @@ def race(world: int, work: Callable[[int], Any]) -> list[tuple[float, float, Any
     go, results = fork.Barrier(world), fork.SimpleQueue()
 
     def be(rank: int) -> None:
-        with contextlib.suppress(KeyboardInterrupt):
-            go.wait()
-            started = time.perf_counter()
-            result = work(rank)
-            results.put((rank, started, time.perf_counter(), result))
+        go.wait()
+        started = time.perf_counter()
+        result = work(rank)
+        results.put((rank, started, time.perf_counter(), result))
 
-    processes = [fork.Process(target=be, args=(rank,), daemon=True) for rank in range(world)]
+    processes = [child(be, rank) for rank in range(world)]
     with running(processes):
         pass
-    if any(process.exitcode for process in processes):
-        raise RuntimeError(f"exit status {[process.exitcode for process in processes]}")
     found = sorted(results.get() for _ in processes)
     return [(start, end, result) for _, start, end, result in found]
 
@@ -80,10 +110,10 @@ def warm_up(directory: str) -> None:
 
 @contextlib.contextmanager
 def servant() -> Iterator[Connection]:
-    """Yield the pipe to another process, with page tables of its own, that runs what it is sent: `(way, *arguments)`."""
+    """Yield the pipe to another process, with page tables of its own, that runs what is sent: `(way, *arguments)`."""
     context = multiprocessing.get_context("spawn")  # fork would copy page tables of ours
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = child(_serve, theirs, context=context)
     with running([process]):
         theirs.close()
         try:
@@ -93,7 +123,7 @@ def servant() -> Iterator[Connection]:
 
 
 def _serve(pipe: Connection) -> None:
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError):
         while True:
             way, *arguments = pipe.recv()
             pipe.send(way(*arguments))
