@@ -146,7 +146,10 @@ def machine_line(results: Results) -> str:
             f"Python {machine['python']}"
         )
         told += [line] if line not in told else []
-    return "; ".join(told) + "." if told else "Not measured yet."
+    loads = [facts["machine"]["load_before"] for facts in results.found.values()]
+    if not loads:
+        return "Not measured yet."
+    return f"{'; '.join(told)}. The load of the machine before each benchmark: {min(loads):.1f} to {max(loads):.1f}."
 
 
 def benchmark_table(results: Results, name: str) -> str:

@@ -23,7 +23,7 @@ ROOT = HERE.parent
 
 # The options of each: --quick, without an option, --full.
 OPTIONS: dict[str, tuple[str, str, str]] = {
-    "populate": ("--mib 256 --rounds 2", "--rounds 11", "--mib 4096 --rounds 21"),
+    "populate": ("--mib 256 --rounds 2", "--rounds 7", "--mib 4096 --rounds 21"),
     "rate": ("--mib 256 --smaller 64 --rounds 2", "--rounds 5", "--mib 8192 --smaller 64 256 1024 2048 --rounds 7"),
     "peers": ("--mib 128 --rounds 2", "--rounds 5", "--mib 2048 --rounds 11"),
     "growth": ("--mib 512 --rounds 2", "--rounds 5", "--rounds 11"),
@@ -87,6 +87,7 @@ def run(name: str, options: list[str], json: Path) -> int:
 if __name__ == "__main__":
     # A shell that starts us in the background has SIGINT ignored, and what we start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to the benchmark it is handed on as an interrupt
     try:
         sys.exit(main())
     except KeyboardInterrupt:
