@@ -176,8 +176,7 @@ def main() -> None:
         "Peers",
         {"MiB": arguments.mib, "rounds": arguments.rounds, **versions},
         [Column("rate", "GiB/s", 1 / GIB), Column("ready", "ready, ms", 1e3, 0), Column("close", "close, ms", 1e3)],
-        # Twice the size: one of them makes it twice.
-        take_turns(contenders, arguments.rounds, prime=2 * size),
+        take_turns(contenders, arguments.rounds, prime=size),
     )
     for name in outcome.values:
         if not name.startswith("aioshm"):
