@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 
@@ -26,15 +27,15 @@ def main() -> None:
     arguments = parse_arguments(__doc__, mib=8192, rounds=5, smaller=[64, 128, 256, 512, 1024, 2048, 4096])
     wanted = sorted({*(size for size in arguments.smaller if size < arguments.mib), arguments.mib})
     sizes = fitting(wanted, arguments.directory)
-    values: dict[str, dict[str, list[float]]] = {}
-    for size in sizes:
-        turn = {f"{size} MiB": lambda size=size: opened(size * MIB, arguments.directory)}
-        values |= take_turns(turn, arguments.rounds, prime=size * MIB)
     outcome = Outcome(
         "Growth",
         {"rounds": arguments.rounds},
         [Column("open", "open, ms", 1e3), Column("per GiB", "per GiB, ms", 1e3), Column("close", "close, ms", 1e3)],
-        values,
+        take_turns(
+            {f"{size} MiB": functools.partial(opened, size * MIB, arguments.directory) for size in sizes},
+            arguments.rounds,
+            prime={f"{size} MiB": size * MIB for size in sizes},
+        ),
     )
     first, last = sizes[0], sizes[-1]
     outcome.compare(f"per GiB, {last} over {first} MiB", f"{last} MiB", f"{first} MiB", "per GiB")

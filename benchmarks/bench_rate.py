@@ -82,14 +82,14 @@ def main() -> None:
     arguments = parse_arguments(__doc__, mib=2048, rounds=5, smaller=[64, 256, 1024], threads=counts)
     directory = arguments.directory
     sizes = fitting(sorted({*(size for size in arguments.smaller if size < arguments.mib), arguments.mib}), directory)
-    values: dict[str, dict[str, list[float]]] = {}
+    contenders: dict[str, Contender] = {}
+    primes: dict[str, int] = {}
     for size in sizes:
-        contenders: dict[str, Contender] = {}
         for threads in arguments.threads:
             for way, run in WAYS.items():
-                turn = functools.partial(run, size * MIB, threads, directory)
-                contenders[label(way, size, threads)] = turn
-        values |= take_turns(contenders, arguments.rounds, prime=size * MIB)
+                name = label(way, size, threads)
+                contenders[name] = functools.partial(run, size * MIB, threads, directory)
+                primes[name] = size * MIB
     outcome = Outcome(
         "Rate over threads and size",
         {"rounds": arguments.rounds},
@@ -98,7 +98,7 @@ def main() -> None:
             Column("populate", "of it populating, GiB/s", 1 / GIB),
             Column("huge", "huge pages, %", 100, 0),
         ],
-        values,
+        take_turns(contenders, arguments.rounds, prime=primes),
     )
     for threads in arguments.threads:
         small, fault, memset, ours = (label(way, sizes[-1], threads) for way in WAYS)

@@ -113,14 +113,14 @@ class Outcome:
 
 
 def take_turns(
-    contenders: Mapping[str, Contender], rounds: int, *, prime: int = 0
+    contenders: Mapping[str, Contender], rounds: int, *, prime: int | Mapping[str, int] = 0
 ) -> dict[str, dict[str, list[float]]]:
     """Run every contender once per round, and one round more, which is discarded.
 
     Args:
         contenders: What to run, by name.
         rounds: How many of them count.
-        prime: Bytes that a turn will need, touched before each.
+        prime: Bytes that a turn will need, touched before each; by contender, where they differ.
 
     Returns:
         All values, by contender and figure.
@@ -128,7 +128,7 @@ def take_turns(
     values: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
     for number in range(rounds + 1):
         for name, contender in contenders.items():
-            touch_and_free(prime)
+            touch_and_free(prime if isinstance(prime, int) else prime[name])
             figures = contender()
             if number:
                 for key, value in figures.items():

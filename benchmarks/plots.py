@@ -84,12 +84,11 @@ def draw_stall(facts: dict[str, Any]) -> Figure:
         ]
         axes.fill(*zip(*corners, strict=True), color=colour, linewidth=0.8)
         longest = max(late for _, late in trace["stalls"])
-        median = facts["contenders"][name]["longest"]["median"] * 1e3
         what = "nothing opened" if name == "nothing" else name
-        axes.set_title(f"{what}: longest stall {_ms(longest)} (median of all rounds {_ms(median)})", color=colour)
+        axes.set_title(f"{what}: longest stall {_ms(longest)}", color=colour)
         _mark_phases(axes, trace["phases"], trace["stalls"][-1][0], end)
         axes.set_yscale("log")
-        axes.set_ylim(FLOOR, top * 3)
+        axes.set_ylim(FLOOR, top * 8)  # room for the names of the phases
         axes.set_yticks([1, 10, 100, 1000], ["1 ms", "10 ms", "100 ms", "1 s"])
         axes.minorticks_off()
     rows[-1].set_xlabel(f"ms since the open of {facts['parameters']['MiB']} MiB began")
