@@ -134,12 +134,9 @@ class Roster:
 
     def break_up(self) -> None:
         """Leave a cohort that was not released: remove the name, then let our marks go, so that all see it at once."""
-        description = self._description
-        if description.try_exclusive(RELEASE) and not description.status().st_mode & READY_BIT:
-            description.mark(BROKEN_BIT)
-            description.unlink(self._request.path)
+        self._condemn()
         for marks in (READY.at(self._request.local_rank), CLAIM.at(self._request.local_rank)):
-            description.unlock(marks)
+            self._description.unlock(marks)
 
     def _bell(self) -> Bell:
         """Return what wakes us. Every rank looks at every other: what that costs together must stay bounded."""
@@ -170,9 +167,12 @@ class Roster:
         if status.st_mode & READY_BIT:
             return _State.RELEASED
         missing = tuple(rank for rank in self._others if rank not in self._pids)
-        self._check_arrival(missing)
-        if lost:
-            raise self._lost(lost, missing)
+        # Missing ranks are the cause, also where peers gave up before us.
+        failure = self._find_late(missing) or (self._lost(lost, missing) if lost else None)
+        if failure is not None:
+            if self._condemn():
+                raise failure
+            return _State.GATHERING
         if status.st_mode & BROKEN_BIT or status.st_nlink == 0:
             return self._look_at_ruins(missing)
         return _State.COMPLETE if len(self._ready) == len(self._others) else _State.GATHERING
@@ -183,17 +183,35 @@ class Roster:
             return None
         return max(0.0, self._started + self._request.timeout - time.monotonic())
 
-    def _check_arrival(self, missing: tuple[int, ...]) -> None:
-        """Raise where ranks are missing and the time is up: that is the cause, also where peers gave up before us."""
+    def _condemn(self) -> bool:
+        """Break the cohort up, and say whether it is: not where it was released, or somebody decides this very moment.
+
+        Before it is called failed, and under the lock: a dead rank may have been started again while we looked, and
+        release it with the marks of ours that are still there.
+        """
+        description = self._description
+        if description.status().st_mode & BROKEN_BIT:
+            return True
+        if not description.try_exclusive(RELEASE):
+            return False
+        if description.status().st_mode & READY_BIT:
+            return False
+        description.mark(BROKEN_BIT)
+        description.unlink(self._request.path)
+        return True
+
+    def _find_late(self, missing: tuple[int, ...]) -> JoinTimeoutError | None:
+        """Return what to raise where ranks are missing and the time is up."""
         waited = time.monotonic() - self._started
-        if missing and self._request.timeout is not None and waited > self._request.timeout:
-            raise JoinTimeoutError(
-                name=self._request.name,
-                path=self._request.path,
-                waited=waited,
-                missing=missing,
-                local_world_size=self._request.local_world_size,
-            )
+        if not missing or self._request.timeout is None or waited <= self._request.timeout:
+            return None
+        return JoinTimeoutError(
+            name=self._request.name,
+            path=self._request.path,
+            waited=waited,
+            missing=missing,
+            local_world_size=self._request.local_world_size,
+        )
 
     def _look_at_ruins(self, missing: tuple[int, ...]) -> _State:
         """The name is going or gone: find out whether by a releaser, by a rank that broke up, or by somebody outside.

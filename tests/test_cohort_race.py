@@ -7,10 +7,12 @@ import os
 import random
 
 import pytest
+from table import wait_held
 
 import aioshm
 from aioshm import _roster
 from aioshm._bell import Bell
+from aioshm._locks import READY
 
 MIB = 1 << 20
 ROUNDS = 500
@@ -105,3 +107,34 @@ def test_no_rank_that_finished_is_ever_called_lost(run, name):
 
     run(main())
     assert not os.path.exists(f"/dev/shm/aioshm-{os.geteuid()}-{name}")
+
+
+def test_a_dead_rank_started_again_while_its_death_is_noticed_completes_the_cohort(run, monkeypatch, ranks, name, path):
+    """Either all are released or none: never one that is, with marks of others that have just given up."""
+    dying, again = ranks.start_many(2)
+    options = {"local_rank": 0, "local_world_size": 2}
+    dying.ask("stop_at", point="chunk")
+    dying.send("open", name=name, size=4 * MIB, options=options)
+    dying.wait_stopped()
+    came: list[int] = []
+    lost = _roster.Roster._lost
+
+    def start_again(roster, *arguments):
+        came.append(again.open(4 * MIB, **options)["inode"])
+        return lost(roster, *arguments)
+
+    async def main():
+        async with aioshm.open_region(name, 4 * MIB, local_rank=1, local_world_size=2) as region:
+            region.buffer[0] = 7
+
+    async def both():
+        other = asyncio.create_task(main())
+        await asyncio.to_thread(wait_held, path, READY.at(1))
+        monkeypatch.setattr(_roster.Roster, "_lost", start_again)
+        dying.kill()
+        await other
+
+    run(both())
+    assert len(came) == 1
+    assert again.ask("read", offset=0, length=1) == {"text": "\7"}
+    again.ask("close")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,4 +113,4 @@ def test_the_tests_that_are_for_it_are_skipped_elsewhere():
         cwd=machine.TESTS,
     ).stdout
     assert "for the emulated machine: nox -s vm" in reasons
-    assert "5 skipped" in reasons
+    assert re.search(r"\d+ skipped in", reasons)
