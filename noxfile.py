@@ -104,7 +104,8 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test the wheel on every supported Python, with coverage. Arguments after `--` go to pytest."""
     install_wheel(session, "test", extras="[cli]")
-    run_pytest(session, "-m", "not examples")
+    at_length = session.python in (OLDEST, NEWEST)  # in between without the slow tests, which tell little more there
+    run_pytest(session, "-m", "not examples" if at_length else "not examples and not slow")
 
 
 @nox.session(python=NEWEST, tags=["checks"], requires=["build"])
