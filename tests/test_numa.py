@@ -206,7 +206,8 @@ def test_on_one_node_all_of_it_is_there_and_nobody_is_asked(run, name, monkeypat
     if read_node_numbers() != (0,):
         pytest.skip("this host has no node, or several")
     calls = []
-    monkeypatch.setattr(_libc, "_try_syscall", lambda *call: calls.append(call))
+    monkeypatch.setattr(_libc, "try_mbind", lambda *call: calls.append(call))
+    monkeypatch.setattr(_libc, "page_nodes", lambda *call: calls.append(call))
 
     async def main():
         async with aioshm.open_region(name, SIZE, numa=numa, populate=populate) as region:

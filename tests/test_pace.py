@@ -219,11 +219,11 @@ def test_the_loop_has_a_shorter_slice_than_the_threads(run, name, monkeypatch):
 @pytest.mark.parametrize("unknown", ["machine", "policy", "call"])
 def test_where_a_slice_cannot_be_had_nothing_is_lost(run, name, monkeypatch, unknown):
     if unknown == "machine":
-        monkeypatch.setattr(_libc, "_SCHED_SETATTR", {})
+        monkeypatch.setattr(_libc, "_SCHED_SETATTR", None)
     elif unknown == "policy":
         monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_FIFO)
     else:
-        monkeypatch.setattr(_libc, "_SCHED_SETATTR", dict.fromkeys(_libc._SCHED_SETATTR, 100_000))
+        monkeypatch.setattr(_libc, "_SCHED_SETATTR", 100_000)
     assert not _libc.try_slice(0.001)
 
     async def main():
