@@ -217,10 +217,12 @@ def try_slice(seconds: float) -> bool:
     Not its share of the processor changes by this, but who is woken up meanwhile, and has a shorter slice, goes first
     (Linux 6.12, kernel/sched/fair.c: PREEMPT_SHORT). Ignored by older kernels. See sched_setattr(2).
     """
-    policy = os.sched_getscheduler(0)
+    try:
+        policy, nice = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    except OSError:  # musl says ENOSYS to the first whatever the kernel knows, and a seccomp filter may to either
+        return False
     if policy not in (os.SCHED_OTHER, os.SCHED_BATCH):
         return False
-    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     attributes = struct.pack("=IIQiIQQQ", 48, policy, 0, nice, 0, int(seconds * 1e9), 0, 0)
     held = (ctypes.c_char * len(attributes)).from_buffer_copy(attributes)
     return _try_syscall(_SCHED_SETATTR, 0, held, 0) == 0

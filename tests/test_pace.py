@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -216,12 +217,17 @@ def test_the_loop_has_a_shorter_slice_than_the_threads(run, name, monkeypatch):
     assert slice_of(threading.get_native_id()) == before < _pace.SLICE_SECONDS
 
 
-@pytest.mark.parametrize("unknown", ["machine", "policy", "call"])
+@pytest.mark.parametrize("unknown", ["machine", "policy", "call", "library"])
 def test_where_a_slice_cannot_be_had_nothing_is_lost(run, name, monkeypatch, unknown):
+    def refuse(_):
+        raise OSError(errno.ENOSYS, "musl knows no policies")
+
     if unknown == "machine":
         monkeypatch.setattr(_libc, "_SCHED_SETATTR", None)
     elif unknown == "policy":
         monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_FIFO)
+    elif unknown == "library":
+        monkeypatch.setattr(os, "sched_getscheduler", refuse)
     else:
         monkeypatch.setattr(_libc, "_SCHED_SETATTR", 100_000)
     assert not _libc.try_slice(0.001)
