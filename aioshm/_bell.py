@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from types import TracebackType
 
@@ -18,6 +19,10 @@ from ._locks import Description
 
 # Seconds between two looks where whatever happens rings.
 LONGEST_WITH_BELL = 0.25
+
+# Whose time is up may still have to wait for another's decision, and must not look without a pause meanwhile. uvloop
+# counts whole milliseconds.
+_SHORTEST_AT_MOST = 0.001
 
 
 class Bell:
@@ -37,20 +42,26 @@ class Bell:
         self._fd: int | None = None
         self._rang = False
         self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()  # kept: none runs where a coroutine is closed after its loop
 
     def __enter__(self) -> Bell:
-        self._fd = self._description.watch()
-        if self._fd is not None:
-            asyncio.get_running_loop().add_reader(self._fd, self._ring, self._fd)
-            self._longest = LONGEST_WITH_BELL
+        fd = self._description.watch()
+        if fd is not None:
+            try:
+                self._loop.add_reader(fd, self._ring, fd)
+            except (OSError, NotImplementedError):  # epoll's watches are limited too; a loop may know no readers
+                self._description.unwatch()
+            else:
+                self._fd, self._longest = fd, LONGEST_WITH_BELL
         self._pauses = backoff(self._longest)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._fd is not None:
-            asyncio.get_running_loop().remove_reader(self._fd)
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._loop.remove_reader(fd)
             self._description.unwatch()
 
     async def wait(self, at_most: float | None = None) -> None:
@@ -60,23 +71,22 @@ class Bell:
         kernel's fs/file_table.c, __fput), and that a bit was set before the gate is opened.
 
         Args:
-            at_most: Seconds after which it returns in any case.
+            at_most: Seconds after which it returns in any case, and be it after 1 ms.
 
         Cancellation:
             Felt at once.
         """
-        loop = asyncio.get_running_loop()
-        earliest = loop.time() + self._rest
-        pause = max(self._rest, next(self._pauses))
-        timer = loop.call_later(pause if at_most is None else min(pause, at_most), self._wake.set)
+        longest = math.inf if at_most is None else max(at_most, _SHORTEST_AT_MOST)
+        earliest = self._loop.time() + min(self._rest, longest)
+        timer = self._loop.call_later(min(max(self._rest, next(self._pauses)), longest), self._wake.set)
         try:
             await self._wake.wait()
         finally:
             timer.cancel()
         if self._rang:
             self._pauses = backoff(self._longest)
-            if loop.time() < earliest:
-                await asyncio.sleep(earliest - loop.time())
+            if self._loop.time() < earliest:
+                await asyncio.sleep(earliest - self._loop.time())
         self._rang = False
         self._wake.clear()
 

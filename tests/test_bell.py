@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import resource
 import time
 
 import pytest
+from conftest import loop_factory
 
 import aioshm
 from aioshm import _bell, _libc
@@ -143,6 +145,27 @@ def test_rung_all_the_time_it_rests_between_looks(run, no_net, description):
     assert run(main()) >= 10 * rest
 
 
+def test_the_rest_is_no_longer_than_whoever_waits_has_time(run, no_net, description):
+    async def main():
+        with Bell(description, rest=FOREVER) as bell:
+            description.ring()
+            await soon(bell.wait(0.01))
+
+    run(main())
+
+
+def test_whose_time_is_up_looks_with_pauses_all_the_same(run, no_net, description):
+    async def main():
+        loop = asyncio.get_running_loop()
+        with Bell(description) as bell:
+            began = loop.time()
+            for _ in range(20):
+                await soon(bell.wait(0.0))
+            return loop.time() - began
+
+    assert run(main()) >= 0.01
+
+
 def test_once_rung_the_pauses_begin_short_again(run, monkeypatch, description):
     begun = []
 
@@ -270,6 +293,40 @@ class TestWithoutInotify:
 
         monkeypatch.setattr(_libc, "inotify_add_watch", refuse)
         assert description.watch() is None  # the guard looks for the descriptor
+
+
+@pytest.mark.parametrize("refusal", [NotImplementedError, OSError(errno.ENOSPC, "no more watches")])
+def test_a_loop_that_does_not_watch_descriptors(run, monkeypatch, description, refusal):
+    def refuse(*_):
+        raise refusal
+
+    async def main():
+        if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
+            monkeypatch.setattr(asyncio.get_running_loop(), "add_reader", refuse)
+        else:
+            pytest.skip("uvloop's methods cannot be replaced")
+        with Bell(description) as bell:
+            assert bell._longest == LONGEST
+            await soon(bell.wait())
+
+    run(main())
+
+
+def test_a_wait_that_is_closed_after_its_loop_leaves_no_descriptor(description):
+    async def wait():
+        with Bell(description) as bell:
+            while True:
+                await bell.wait()
+
+    async def begin():
+        waiting = wait()
+        waiting.send(None)
+        return waiting
+
+    loop = (loop_factory() or asyncio.new_event_loop)()
+    waiting = loop.run_until_complete(begin())
+    loop.close()
+    waiting.close()  # the guard looks for the descriptor
 
 
 def test_a_forked_child_has_no_part_in_it(description):
