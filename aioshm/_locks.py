@@ -140,8 +140,10 @@ class Description:
         """Raise an event for those who `watch`, though nothing but the file's times changes.
 
         Not by setting the mode it has: somebody may set a bit between our look and our deed, and it would be lost.
+        Where it may not be (a sandbox, a file made immutable) nothing is lost: those who wait look all the same.
         """
-        os.utime(self.fd)
+        with contextlib.suppress(OSError):
+            os.utime(self.fd)
 
     def watch(self) -> int | None:
         """Return an inotify descriptor that becomes readable when something happens to the file, until `unwatch`.
@@ -204,7 +206,7 @@ class Description:
         return None if kind == fcntl.F_UNLCK else max(0, start - what.start)
 
     def find_other(self, what: Range, index: int) -> int | None:
-        """Return the index within `what` of a byte other than `index` that somebody else holds; None: nobody any."""
+        """Return the index within `what` of a byte other than `index` that somebody else holds; None: there is none."""
         for first, stop in ((0, index), (index + 1, what.length)):
             found = self.find_held(Range(what.start + first, stop - first)) if first < stop else None
             if found is not None:

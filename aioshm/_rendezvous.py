@@ -85,8 +85,8 @@ class Seat:
     def let_in(self) -> None:
         """Let the other ranks in, to a file that has its size: make the gate shared, which leaves no gap."""
         self.description.try_shared(GATE)
-        self.description.ring()
         self.forming = False
+        self.description.ring()
 
     def finish(self) -> None:
         """Without a cohort: set the ready bit, then let the others in.

@@ -329,6 +329,26 @@ def test_a_wait_that_is_closed_after_its_loop_leaves_no_descriptor(description):
     waiting.close()  # the guard looks for the descriptor
 
 
+@pytest.mark.parametrize("world", [None, 2])
+def test_where_nobody_may_ring_the_region_opens_all_the_same(run, name, path, monkeypatch, world):
+    """Nor is a region emptied by its creator under those whom it has let in already."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "as of an immutable file")
+
+    async def open_as(rank):
+        places = {} if world is None else {"local_rank": rank, "local_world_size": world}
+        async with aioshm.open_region(name, MIB, **places) as region:
+            return region.size
+
+    async def main():
+        return await soon(asyncio.gather(*map(open_as, range(2))))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert run(main()) == [MIB, MIB]
+    assert not path.exists()
+
+
 def test_a_forked_child_has_no_part_in_it(description):
     fd = description.watch()
     child = os.fork()
