@@ -16,6 +16,7 @@ from types import TracebackType
 
 from ._backoff import LONGEST, SHORTEST, backoff
 from ._locks import Description
+from ._threads import run_aside
 
 # Seconds between two looks where whatever happens rings.
 LONGEST_WITH_BELL = 0.25
@@ -62,7 +63,8 @@ class Bell:
         fd, self._fd = self._fd, None
         if fd is not None:
             self._loop.remove_reader(fd)
-            self._description.unwatch()
+            # Neither the loop nor who was waited for has to wait for that: it took longer than all the rest of a join.
+            self._description.unwatch(lambda fd: run_aside(lambda: os.close(fd), name="unwatch"))
 
     async def wait(self, at_most: float | None = None) -> None:
         """Return when it rang, or when it is time to look all the same: after 0.5 ms at first, later after 0.25 s.

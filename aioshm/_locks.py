@@ -32,6 +32,7 @@ import stat
 import struct
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,7 +119,7 @@ class Description:
             fd, self.fd = self.fd, -1
             if fd < 0:
                 return
-            self.unwatch()  # it keeps the file, and with it the memory
+            self.unwatch()
             _being_closed[id(self)] = fd, os.fstat(fd)
         try:
             os.close(fd)
@@ -159,11 +160,15 @@ class Description:
                 return None
             return self._watch
 
-    def unwatch(self) -> None:
-        """Close what `watch` returned; twice is fine."""
+    def unwatch(self, close: Callable[[int], object] = os.close) -> None:
+        """Let go of what `watch` returned, and have it closed; twice is fine.
+
+        The kernel waits for a grace period of its own before close(2) returns (fs/notify/mark.c:
+        fsnotify_wait_marks_destroyed): 0.1 ms, or where processors are busy 20 ms.
+        """
         watch, self._watch = self._watch, -1
         if watch >= 0:
-            os.close(watch)
+            close(watch)
 
     def is_at(self, path: str) -> bool:
         """Whether `path` still names this file: to be asked before it is unlinked."""

@@ -108,6 +108,14 @@ async def run_regardless(work: Callable[[], object], *, name: str) -> None:
         work()
 
 
+def run_aside(work: Callable[[], object], *, name: str) -> None:
+    """Start `work`, which takes milliseconds and which nobody waits for; on the spot where no thread can be started."""
+    try:
+        threading.Thread(target=work, name=f"aioshm-{name}", daemon=True).start()
+    except RuntimeError:
+        work()
+
+
 async def wait_through(event: asyncio.Event) -> None:
     """Wait for an event that is sure to come, such as the end of what another task runs through.
 

@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import resource
+import threading
 import time
 
 import pytest
@@ -310,6 +311,33 @@ def test_a_loop_that_does_not_watch_descriptors(run, monkeypatch, description, r
             await soon(bell.wait())
 
     run(main())
+
+
+@pytest.mark.parametrize("threads", [True, False], ids=["in a thread", "where there are no threads"])
+def test_the_loop_does_not_wait_for_a_watch_to_be_closed(run, monkeypatch, description, threads):
+    """Closing an inotify descriptor takes the kernel up to 20 ms."""
+    closers, closed, close = [], threading.Event(), os.close
+
+    def note(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:inotify":
+            closers.append(threading.current_thread() is threading.main_thread())
+            closed.set()
+        close(fd)
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        monkeypatch.setattr(os, "close", note)
+        if not threads:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+        with Bell(description):
+            pass
+        assert closed.wait(10)
+        monkeypatch.undo()
+
+    run(main())
+    assert closers == [not threads]
 
 
 def test_a_wait_that_is_closed_after_its_loop_leaves_no_descriptor(description):
