@@ -64,7 +64,7 @@ class Bell:
         if fd is not None:
             self._loop.remove_reader(fd)
             # Neither the loop nor who was waited for has to wait for that: it took longer than all the rest of a join.
-            self._description.unwatch(lambda fd: run_aside(lambda: os.close(fd), name="unwatch"))
+            self._description.unwatch(lambda close: run_aside(close, name="unwatch"))
 
     async def wait(self, at_most: float | None = None) -> None:
         """Return when it rang, or when it is time to look all the same: after 0.5 ms at first, later after 0.25 s.

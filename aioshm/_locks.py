@@ -101,6 +101,7 @@ class Description:
         """
         self.made: bool = bool(flags & os.O_EXCL)
         self._watch = -1
+        self._unwatching: list[Callable[[], None]] = []
         with _fork_lock:
             self.fd = os.open(path, flags | access | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             _open_descriptions.add(self)
@@ -110,10 +111,16 @@ class Description:
         """Whether it was closed, here or by a fork."""
         return self.fd < 0
 
+    @property
+    def is_slow_to_close(self) -> bool:
+        """Whether `close` may block for more than microseconds."""
+        return self._watch >= 0 or bool(self._unwatching) or self.status().st_blocks > 0
+
     def close(self) -> None:
         """Close it and with it drop all its locks; twice is fine.
 
-        Blocks for about 0.1 s per GiB where it is the last reference to a deleted file with small pages.
+        Blocks for about 0.1 s per GiB where it is the last reference to a deleted file with small pages; and until
+        what watched it is closed.
         """
         with _fork_lock:
             fd, self.fd = self.fd, -1
@@ -125,6 +132,8 @@ class Description:
             os.close(fd)
         finally:
             del _being_closed[id(self)]
+            for wait in self._unwatching:
+                wait()
 
     def __del__(self) -> None:
         self.close()
@@ -160,15 +169,22 @@ class Description:
                 return None
             return self._watch
 
-    def unwatch(self, close: Callable[[int], object] = os.close) -> None:
-        """Let go of what `watch` returned, and have it closed; twice is fine.
+    def unwatch(self, run: Callable[[Callable[[], None]], Callable[[], None]] | None = None) -> None:
+        """Close what `watch` returned; twice is fine.
 
         The kernel waits for a grace period of its own before close(2) returns (fs/notify/mark.c:
         fsnotify_wait_marks_destroyed): 0.1 ms, or where processors are busy 20 ms.
+
+        Args:
+            run: Called to do it aside; returns what waits for its end, as `close` then does.
         """
         watch, self._watch = self._watch, -1
-        if watch >= 0:
-            close(watch)
+        if watch < 0:
+            return
+        if run is None:
+            os.close(watch)
+        else:
+            self._unwatching.append(run(lambda: os.close(watch)))
 
     def is_at(self, path: str) -> bool:
         """Whether `path` still names this file: to be asked before it is unlinked."""

@@ -209,10 +209,10 @@ async def _close_all(descriptions: list[Description]) -> None:
 
 
 async def close(description: Description) -> None:
-    """Close the description, in a worker thread where that may free much memory."""
+    """Close the description, in a worker thread where that may take long."""
     if description.closed:
         return
-    if description.status().st_blocks:
+    if description.is_slow_to_close:
         await run_regardless(description.close, name="close")
     else:
         description.close()

@@ -108,12 +108,18 @@ async def run_regardless(work: Callable[[], object], *, name: str) -> None:
         work()
 
 
-def run_aside(work: Callable[[], object], *, name: str) -> None:
-    """Start `work`, which takes milliseconds and which nobody waits for; on the spot where no thread can be started."""
+def run_aside(work: Callable[[], object], *, name: str) -> Callable[[], None]:
+    """Start `work`, which takes milliseconds, and return what waits for its end.
+
+    On the spot where no thread can be started.
+    """
+    thread = threading.Thread(target=work, name=f"aioshm-{name}", daemon=True)
     try:
-        threading.Thread(target=work, name=f"aioshm-{name}", daemon=True).start()
+        thread.start()
     except RuntimeError:
         work()
+        return lambda: None
+    return thread.join
 
 
 async def wait_through(event: asyncio.Event) -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import threading
 import time
+import warnings
 
 import pytest
 from conftest import loop_factory
@@ -18,6 +19,7 @@ from aioshm import _bell, _libc
 from aioshm._backoff import LONGEST, SHORTEST
 from aioshm._bell import LONGEST_WITH_BELL, Bell
 from aioshm._locks import BROKEN_BIT, READY_BIT, Description
+from aioshm._threads import run_aside
 
 MIB = 1 << 20
 FOREVER = 1e6
@@ -390,6 +392,35 @@ def test_a_forked_child_has_no_part_in_it(description):
     description.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_who_closes_waits_for_the_watch_to_be_closed(description):
+    """So nothing is left of an open that was cancelled."""
+    goes_on = threading.Event()
+    description.watch()
+    description.unwatch(lambda close: run_aside(lambda: (goes_on.wait(10), close()), name="test"))
+    assert description.is_slow_to_close
+    closing = threading.Thread(target=description.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    goes_on.set()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_a_forked_child_does_not_wait_for_it(description):
+    goes_on = threading.Event()
+    description.watch()
+    description.unwatch(lambda close: run_aside(lambda: (goes_on.wait(10), close()), name="test"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads, and that is the point
+        child = os.fork()
+    if not child:
+        os._exit(0 if description.closed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not goes_on.is_set()
+    goes_on.set()
 
 
 @pytest.mark.slow
