@@ -38,7 +38,7 @@ _INTERVAL = 0.02
 _PLENTY = 1 << 30
 _CALM_SECONDS = 0.005
 
-# Where a level has less than this to spare, or than a quarter of it all, others may take it before we look again.
+# Where a level has less to spare than this, and than a quarter of it all, others may take it before we look again.
 _LITTLE = 4 << 30
 
 # Over how many seconds the taking of others is watched, from how many on it tells a rate, and how often it is noted.

@@ -1,4 +1,4 @@
-"""The narrow seam to the C library: mmap, munmap, madvise, mbind, move_pages, statfs, fallocate. Nothing else calls it.
+"""The narrow seam to the C library: memory, its nodes, statfs, fallocate, inotify, slices. Nothing else calls it.
 
 `mmap.mmap.madvise()` holds the interpreter lock for the whole call (CPython's Modules/mmapmodule.c has no
 Py_BEGIN_ALLOW_THREADS around it, up to 3.15), so a thread that populates with it stops the event loop

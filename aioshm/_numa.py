@@ -59,9 +59,11 @@ def check_nodes(request: Request) -> None:
     Raises:
         ValueError: One does not exist, has no memory, or is none of this process's cpuset.
     """
-    known = read_allowed_nodes() if isinstance(request.numa, tuple) else ()
-    wrong = [node for node in request.numa or () if isinstance(node, int) and node not in known]
-    if known and wrong:
+    if not isinstance(request.numa, tuple):
+        return
+    known = read_allowed_nodes()
+    wrong = [node for node in request.numa if node not in known]
+    if known and wrong:  # none is known where they cannot be read
         raise ValueError(
             f"numa names {_listed(wrong)}, and the memory that this process may use is on {_listed(known)} "
             "(/sys/devices/system/node/has_memory, and Mems_allowed_list in /proc/self/status)"
@@ -123,7 +125,7 @@ def choose_policies(request: Request, nodes: Sequence[int], span: range, *, leng
     """
     chosen = tuple(nodes)
     if page > _libc.PAGE:  # the kernel interleaves by whole pages of the pool, whoever touches which
-        mode = {1: _libc.MPOL_BIND}.get(len(chosen), _libc.MPOL_INTERLEAVE)
+        mode = _libc.MPOL_BIND if len(chosen) == 1 else _libc.MPOL_INTERLEAVE
         local = request.numa == "first-touch"
         yield Policy(range(length), _libc.MPOL_PREFERRED if local else mode, () if local else chosen)
     elif request.numa == "first-touch":

@@ -182,7 +182,8 @@ class Populate:
 
     def _map_again(self, stop: StopFlag) -> None:
         """Map what was unmapped, once all is populated, for as long as the guard sees no danger."""
-        step = _pace.LARGEST_CHUNK if self._crowded else _pace.LARGEST_MAPPED_CHUNK  # it may be small pages, or is huge
+        # Small pages, which take much longer, were unmapped only where it was crowded.
+        step = _pace.LARGEST_CHUNK if self._crowded else _pace.LARGEST_MAPPED_CHUNK
         while not stop and self.done == self.total and self._come_in():
             try:
                 with self._lock:

@@ -14,7 +14,8 @@ from ._rendezvous import Seat
 from ._request import Request
 from ._threads import StopFlag
 
-# For so long free memory may stand still before it is taken for all that there will be: a waiter looks every 20 ms.
+# For so long free memory may stand still before it is taken for all that there will be: who still has the old file open
+# is woken when its name goes, or looks every 20 ms.
 _FREEING_SECONDS = 0.25
 
 
