@@ -45,8 +45,11 @@ def install_wheel(session: nox.Session, *groups: str, extras: str = "", constrai
     session.install("--force-reinstall", "--no-deps", str(wheel))
 
 
-def run_pytest(session: nox.Session, *args: str) -> None:
-    """Run the tests from their own folder, where `import aioshm` finds the installed wheel only."""
+def run_pytest(session: nox.Session, *args: str, measured: bool = False) -> None:
+    """Run the tests from their own folder, where `import aioshm` finds the installed wheel only.
+
+    `measured` is with coverage; each process that a test starts pays for that.
+    """
     session.chdir(ROOT / "tests")
     session.run(
         "python",
@@ -54,16 +57,17 @@ def run_pytest(session: nox.Session, *args: str) -> None:
         "import aioshm, sysconfig;assert aioshm.__file__.startswith(sysconfig.get_path('purelib')), aioshm.__file__",
         silent=True,
     )
+    arguments = ("-m", "pytest", *args, *session.posargs)
+    if not measured:
+        session.run("python", *arguments)
+        return
     COVERAGE.mkdir(parents=True, exist_ok=True)
     COVERAGE.chmod(0o1777)  # tests that become another user write their data here too
     data = COVERAGE / session.name
     for old in COVERAGE.glob(f"{session.name}.*"):
         old.unlink()
     session.run(
-        *("coverage", "run", f"--rcfile={ROOT / 'pyproject.toml'}", "-m", "pytest"),
-        *args,
-        *session.posargs,
-        env={"COVERAGE_FILE": str(data)},
+        *("coverage", "run", f"--rcfile={ROOT / 'pyproject.toml'}"), *arguments, env={"COVERAGE_FILE": str(data)}
     )
 
 
@@ -102,10 +106,13 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS, requires=["build"])
 def tests(session: nox.Session) -> None:
-    """Test the wheel on every supported Python, with coverage. Arguments after `--` go to pytest."""
+    """Test the wheel on every supported Python: the oldest at length and with coverage, the newest with coverage.
+
+    Arguments after `--` go to pytest.
+    """
     install_wheel(session, "test", extras="[cli]")
-    at_length = session.python in (OLDEST, NEWEST)  # in between without the slow tests, which tell little more there
-    run_pytest(session, "-m", "not examples" if at_length else "not examples and not slow")
+    selected = "not examples" if session.python == OLDEST else "not examples and not slow"
+    run_pytest(session, "-m", selected, measured=session.python in (OLDEST, NEWEST))
 
 
 @nox.session(python=NEWEST, tags=["checks"], requires=["build"])
@@ -148,7 +155,7 @@ def vm(session: nox.Session) -> None:
 def examples(session: nox.Session) -> None:
     """Run every example."""
     install_wheel(session, "test", "examples", extras="[cli]")
-    run_pytest(session, "-m", "examples")
+    run_pytest(session, "-m", "examples", measured=True)
 
 
 @nox.session(tags=["checks"], requires=["build"])

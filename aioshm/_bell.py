@@ -19,7 +19,7 @@ from ._locks import Description
 from ._threads import run_aside
 
 # Seconds between two looks where whatever happens rings.
-LONGEST_WITH_BELL = 0.25
+LONGEST_WITH_BELL = 0.5
 
 # Whose time is up may still have to wait for another's decision, and must not look without a pause meanwhile. uvloop
 # counts whole milliseconds.
@@ -67,7 +67,7 @@ class Bell:
             self._description.unwatch(lambda close: run_aside(close, name="unwatch"))
 
     async def wait(self, at_most: float | None = None) -> None:
-        """Return when it rang, or when it is time to look all the same: after 0.5 ms at first, later after 0.25 s.
+        """Return when it rang, or when it is time to look all the same: after 0.5 ms at first, later after 0.5 s.
 
         Once rung, the pauses begin short again: that a description was closed is told before its locks are gone (the
         kernel's fs/file_table.c, __fput), and that a bit was set before the gate is opened.

@@ -138,21 +138,25 @@ class Guard:
         finding = judge_memory(required, self._host)
         if finding is not None and finding.verdict == "short":
             return finding
-        spare = min((figures.headroom - required for figures in self._host), default=_PLENTY)
+        spare = min((self._note(figures.headroom - required, figures.limit) for figures in self._host), default=_PLENTY)
         region = resident(os.fstat(self._fd))
         for watch in self._limited:
             limit, usage = watch.read_limit(), watch.read_usage()
             if limit is None or usage is None:
                 continue
             needed = required + self._margin(watch, usage - region, region, now)
-            spare = min(spare, limit - usage - needed)
-            self.crowded = self.crowded or limit - usage - needed < min(limit // 4, _LITTLE)
+            spare = min(spare, self._note(limit - usage - needed, limit))
             if limit - usage < needed:  # only now the longer look: memory.stat, what the kernel would give up
                 finding = judge_memory(needed, _cgroup.read_figures((watch.level,), self._host_swap))
                 if finding is not None and finding.verdict == "short":
                     return finding
         self._calm_until = now + _CALM_SECONDS if spare >= _PLENTY else 0.0
         return None
+
+    def _note(self, spare: int, limit: int) -> int:
+        """Return what a level has to spare, and note whether that is little."""
+        self.crowded = self.crowded or spare < min(limit // 4, _LITTLE)
+        return spare
 
     def _margin(self, watch: LevelWatch, others: int, region: int, now: float) -> int:
         """Return the bytes that others will take from a level while we give ours back, going by what they do now.

@@ -116,6 +116,7 @@ def test_no_more_threads_than_the_quota(cpu_group, ranks, quota, threads):  # ra
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_the_quota_is_not_used_up_in_the_middle_of_a_period(cpu_group, ranks):
     """In turns with threads that know no rest: for those the whole process stands still in every period."""
     group = cpu_group(0.2)
