@@ -103,6 +103,8 @@ def _place(request: Request, mapping: Mapping, fd: int, span: range, *, makes: b
     if not makes and not is_hugetlb:  # the file has its policy, and its pages
         return request
     nodes = request.numa if isinstance(request.numa, tuple) else read_allowed_nodes()
+    if not nodes:  # it cannot be read which
+        return replace(request, numa=None)
     policies = list(choose_policies(request, nodes, span, length=mapping.length, page=mapping.page))
     if not _tell(policies, mapping, fd, stop):
         _warn_of_refusal(request.allocation_name)
@@ -121,7 +123,8 @@ def choose_policies(request: Request, nodes: Sequence[int], span: range, *, leng
     """Yield what the kernel has to be told.
 
     To bind is strict: a node that is full raises an error before the kernel would look elsewhere. To interleave is not:
-    what a node has no room for lies on another.
+    what a node has no room for lies on another. The pages of a pool are interleaved over several nodes also where they
+    are to be bound: for them a look at the nodes' pools beforehand has to do.
     """
     chosen = tuple(nodes)
     if page > _libc.PAGE:  # the kernel interleaves by whole pages of the pool, whoever touches which

@@ -334,3 +334,15 @@ def test_a_cancellation_is_felt_between_two_stripes(run, name, path, two_nodes, 
     run(main())
     assert len(told) == 1
     assert not path.exists()
+
+
+def test_where_no_node_may_be_taken_from_nothing_is_asked_for(run, name, monkeypatch):
+    """A cpuset without a node that has memory, as it can be read for a moment while it is being changed."""
+    monkeypatch.setattr(_numa, "read_node_numbers", lambda: (0, 1))
+    monkeypatch.setattr(_numa, "read_allowed_nodes", lambda: ())
+
+    async def main():
+        async with aioshm.open_region(name, SIZE, numa="interleave") as region:
+            assert region.report.populated == SIZE
+
+    run(main())
