@@ -111,9 +111,10 @@ async def run_regardless(work: Callable[[], object], *, name: str) -> None:
 def run_aside(work: Callable[[], object], *, name: str) -> Callable[[], None]:
     """Start `work`, which takes milliseconds, and return what waits for its end.
 
-    On the spot where no thread can be started.
+    On the spot where no thread can be started. The interpreter's end waits for it too: whoever waited for a daemon then
+    would wait for ever.
     """
-    thread = threading.Thread(target=work, name=f"aioshm-{name}", daemon=True)
+    thread = threading.Thread(target=work, name=f"aioshm-{name}", daemon=False)
     try:
         thread.start()
     except RuntimeError:
