@@ -59,7 +59,8 @@ def populate(size: int, directory: str, group: CpuGroup, share: float) -> Figure
 def limited_group() -> Iterator[CpuGroup]:
     group = CpuGroup.make(QUOTA)
     if group is None:
-        raise SystemExit("needs to be root, and a processor controller to make a group in")
+        print("left out: it takes root, and a processor controller to make a group in", file=sys.stderr)
+        raise SystemExit(0)
     own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     back = next(path for _, names, path in own if "cpu" in names.split(",") or (group.version == 2 and not names))
     group.enter()

@@ -36,6 +36,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "teardown": ("--mib 256 --rounds 2", "--mib 4096 --rounds 5", "--mib 4096 --rounds 15"),
     "small": ("--rounds 20", "--rounds 200", "--rounds 1000"),
     "guard": ("--mib 256 --rounds 3", "--rounds 51", "--mib 2048 --rounds 61"),
+    "quota": ("--mib 64 --rounds 2", "--rounds 7", "--rounds 21"),
     "memory": ("--mib 128 --rounds 1", "--rounds 5", "--rounds 11"),
     "death": ("--mib 256 --rounds 2", "--rounds 7", "--rounds 21"),
     "import": ("--rounds 3", "--rounds 21", "--rounds 51"),
