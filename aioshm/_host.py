@@ -157,6 +157,19 @@ def read_pool(page: int, root: str = "/") -> HugePagePool | None:
     return HugePagePool(page, free, reserved, overcommit, surplus)
 
 
+def read_stalls(root: str = "/") -> int | None:
+    """Return how often, since the host was started, whoever wanted memory had to compact or reclaim it first.
+
+    None where it cannot be read.
+    """
+    try:
+        with open(os.path.join(root, "proc/vmstat"), encoding="ascii") as lines:
+            counts = dict(line.split() for line in lines)
+        return sum(int(value) for key, value in counts.items() if re.match("compact_stall|allocstall", key))
+    except (OSError, ValueError):
+        return None
+
+
 def read_shmem_enabled(root: str = "/") -> str | None:
     """Return the word that `shmem_enabled` is set to, such as `"never"`; None where it cannot be read.
 

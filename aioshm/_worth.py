@@ -12,6 +12,7 @@ import statistics
 import threading
 from typing import Literal
 
+from ._host import read_stalls
 from ._libc import HUGE_PAGE
 
 Way = Literal["huge", "small"]
@@ -36,6 +37,7 @@ class Worth:
         self._limit = _SLOW
         self._slow = 0
         self._samples: dict[Way, list[float]] | None = None
+        self._stalls: int | None = None
         self._chosen = 0
         self._lock = threading.Lock()
 
@@ -58,13 +60,21 @@ class Worth:
                 if min(map(len, self._samples.values())) >= _SAMPLES:
                     self._judge(self._samples)
             elif way == "huge":
-                self._slow = self._slow + 1 if per_page > self._limit else 0
-                if self._slow >= _SLOW_IN_A_ROW:
-                    self._samples = {"huge": [], "small": []}
+                self._note_huge(per_page)
+
+    def _note_huge(self, seconds: float) -> None:
+        """Note a huge page outside a trial, and begin one where several in a row were slow, and the kernel held up."""
+        self._slow = self._slow + 1 if seconds > self._limit else 0
+        if self._slow == 1:
+            self._has_stalled(0)
+        elif self._slow >= _SLOW_IN_A_ROW:
+            self._slow = 0
+            if self._has_stalled(1):
+                self._samples = {"huge": [], "small": []}
 
     def _judge(self, samples: dict[Way, list[float]]) -> None:
         huge, small = (statistics.median(samples[way]) for way in ("huge", "small"))
-        if huge > _TOO_SLOW * small:
+        if huge > _TOO_SLOW * small and self._has_stalled(_SAMPLES // 2):
             self.verdict = (
                 f"huge pages took {huge / small:.1f} times as long as small ones: memory is fragmented "
                 f"({huge * 1e3:.1f} ms for 2 MiB against {small * 1e3:.1f} ms, medians of {_SAMPLES} samples)"
@@ -72,3 +82,12 @@ class Worth:
         # What is slow is known better now; and who is tried in vain is tried a few times more, not for ever.
         self._limit = max(2 * self._limit, _TOO_SLOW * small)
         self._samples, self._slow = None, 0
+
+    def _has_stalled(self, least: int) -> bool:
+        """Whether the kernel had to make room so often since this was asked last, or does not tell.
+
+        Otherwise pages are slow for another reason, and small ones soon would be: those come from what is left of the
+        memory that the host of a virtual machine has found already.
+        """
+        before, self._stalls = self._stalls, read_stalls()
+        return before is None or self._stalls is None or self._stalls - before >= least

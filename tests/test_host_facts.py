@@ -18,6 +18,7 @@ from aioshm._host import (
     read_nodes,
     read_pool,
     read_shmem_enabled,
+    read_stalls,
 )
 
 MIB = 1 << 20
@@ -104,6 +105,26 @@ def test_a_pool(tree):
     assert pool == HugePagePool(2 * MIB, free=10, reserved=4, overcommit=8, surplus=3)
     assert pool.available == 11 * 2 * MIB
     assert read_pool(1 << 30, str(tree.root)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "stalls"),
+    [
+        ("allocstall_dma 1\nallocstall_normal 20\ncompact_stall 300\ncompact_fail 4000\n", 321),
+        ("compact_fail 1\n", 0),
+        ("compact_stall many\n", None),
+        ("compact_stall\n", None),
+        (None, None),
+    ],
+)
+def test_stalls_are_counted_of_both_kinds(tree, text, stalls):
+    if text is not None:
+        tree.write("proc/vmstat", text)
+    assert read_stalls(str(tree.root)) == stalls
+
+
+def test_the_stalls_of_this_host_can_be_read():
+    assert read_stalls() >= 0
 
 
 def test_nodes_in_order_and_only_those_with_memory(tree):
