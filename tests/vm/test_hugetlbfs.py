@@ -89,7 +89,7 @@ def test_a_joiner_with_another_size_is_told(run, name, hugetlbfs):
         async with aioshm.open_region(name, 3 * MIB, directory=directory):
             error = await fail(name, 4 * MIB + 1, directory)
         assert type(error) is aioshm.RegionMismatchError
-        assert (error.field, error.expected, error.found) == ("size", 4 * MIB + 1, 4 * MIB)
+        assert (error.field, error.expected, error.found) == ("size", 4 * MIB + 1, 3 * MIB)
 
     run(main())
 
