@@ -38,7 +38,7 @@ _INTERVAL = 0.02
 _PLENTY = 1 << 30
 _CALM_SECONDS = 0.005
 
-# Where a level has less to spare than this, and than a quarter of it all, others may take it before we look again.
+# Where a level has less to spare than this, and than half of it all, others may take it before we look again.
 _LITTLE = 4 << 30
 
 # Over how many seconds the taking of others is watched, from how many on it tells a rate, and how often it is noted.
@@ -155,7 +155,7 @@ class Guard:
 
     def _note(self, spare: int, limit: int) -> int:
         """Return what a level has to spare, and note whether that is little."""
-        self.crowded = self.crowded or spare < min(limit // 4, _LITTLE)
+        self.crowded = self.crowded or spare < min(limit // 2, _LITTLE)
         return spare
 
     def _margin(self, watch: LevelWatch, others: int, region: int, now: float) -> int:

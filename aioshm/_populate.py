@@ -21,6 +21,11 @@ from ._threads import StopFlag, run_all_through
 
 _FREED_STEP = 8 * HUGE_PAGE
 
+# What is mapped at the most before it is unmapped: each time the other processors are interrupted (a TLB flush).
+_UNMAPPED_STEP = 16 * HUGE_PAGE
+# How far before it other threads may still have been at work the last time.
+_OVERLAP = 32 * HUGE_PAGE
+
 # Bytes per second that only huge pages can be mapped at; small ones come at a third of it.
 _CHEAP_RATE = 32 << 30
 
@@ -79,9 +84,7 @@ class Populate:
         self._guard = guard
         self._relieve = relieve
         self._largest = _pace.LARGEST_MAPPED_CHUNK if present else _pace.LARGEST_CHUNK
-        self._unmaps = guard is not None and not self._pages.is_hugetlb
         self._unmapped = range(0)
-        self._crowded = False
         self._abandoned = False
         self._stop: StopFlag | None = None
         self._inside = 0
@@ -154,40 +157,35 @@ class Populate:
         while chunk and not stop:
             with self._admitted(len(chunk)) as granted:
                 huge = self._populate(chunk[:granted])
-                self._unmap(chunk[:granted], huge)
+                self._unmap(chunk[:granted])
             with self._lock:
                 self.done += len(chunk[:granted])
                 self.huge += huge
             chunk = chunk[granted:]
 
-    def _unmap(self, piece: range, huge: int) -> None:
-        """Unmap what was populated, until all of it is; its pages stay in the file.
+    def _unmap(self, piece: range) -> None:
+        """Where memory is getting short unmap what was populated, until all of it is; its pages stay in the file.
 
         Should others reach the limit before the guard sees them, the OOM killer takes the process that has most memory
-        mapped (mm/oom_kill.c, oom_badness), whoever asked for the last page: so none of this is mapped for as long as
-        it can be given back. With huge pages that costs nothing. Small ones cost half as much again, and so are
-        unmapped only when memory is getting short; then all of them.
+        mapped (mm/oom_kill.c, oom_badness), whoever asked for the last page: so hardly any of this is mapped for as
+        long as it can be given back. Huge pages cost 3 % more that way, small ones half as much again.
         """
-        if not self._unmaps or self._guard is None:
+        if self._guard is None or not self._guard.crowded or self._pages.is_hugetlb:
             return
-        if self._guard.crowded and not self._crowded:
-            self._crowded = True
-            piece = range(piece.stop)
-        elif huge < len(piece) and not self._crowded:
-            return
-        for start in piece[:: _pace.LARGEST_MAPPED_CHUNK]:
-            self._pages.unmap(range(start, min(start + _pace.LARGEST_MAPPED_CHUNK, piece.stop)))
         with self._lock:
-            self._unmapped = range(max(self._unmapped.stop, piece.stop))
+            if piece.stop - self._unmapped.stop < _UNMAPPED_STEP:
+                return
+            span = range(max(0, self._unmapped.stop - _OVERLAP), piece.stop)
+            self._unmapped = range(piece.stop)
+        for start in span[:: _pace.LARGEST_MAPPED_CHUNK]:
+            self._pages.unmap(range(start, min(start + _pace.LARGEST_MAPPED_CHUNK, span.stop)))
 
     def _map_again(self, stop: StopFlag) -> None:
         """Map what was unmapped, once all is populated, for as long as the guard sees no danger."""
-        # Small pages, which take much longer, were unmapped only where it was crowded.
-        step = _pace.LARGEST_CHUNK if self._crowded else _pace.LARGEST_MAPPED_CHUNK
         while not stop and self.done == self.total and self._come_in():
             try:
                 with self._lock:
-                    piece = self._unmapped[:step]
+                    piece = self._unmapped[: _pace.LARGEST_CHUNK]  # it may be small pages
                     self._unmapped = self._unmapped[len(piece) :]
                 if not piece:
                     return

@@ -1,4 +1,4 @@
-"""While it is being populated none of a region is mapped, so that no OOM killer takes us for the largest process."""
+"""Where memory is getting short, what is being populated is not mapped: no OOM killer takes us for the largest."""
 
 from __future__ import annotations
 
@@ -39,22 +39,16 @@ def stopped(memory_group, ranks, name, path):
     return start
 
 
-@pytest.mark.skipif(not collapse_works(), reason="this kernel gives no huge pages")
-def test_huge_pages_never_are(stopped, name):
-    rank = stopped(limit=2048 * MIB, huge_pages="require")  # no trial of small ones
-    assert mapped_by(rank.pid, name) == 0
-    rank.resume()
-    assert rank.answer()["report"]["huge"] == SIZE
-    assert mapped_by(rank.pid, name) == SIZE
-    rank.ask("close")
-
-
+@pytest.mark.parametrize("huge_pages", ["require", "off"])
 @pytest.mark.parametrize(("limit", "is_mapped"), [(192 * MIB, False), (2048 * MIB, True)], ids=["crowded", "roomy"])
-def test_small_pages_are_not_where_memory_is_getting_short(stopped, name, limit, is_mapped):
-    rank = stopped(limit, huge_pages="off")
-    assert (mapped_by(rank.pid, name) > 0) == is_mapped
+def test_it_is_not_where_memory_is_getting_short(stopped, name, limit, is_mapped, huge_pages):
+    if huge_pages == "require" and not collapse_works():
+        pytest.skip("this kernel gives no huge pages")
+    rank = stopped(limit, huge_pages=huge_pages)
+    before = mapped_by(rank.pid, name)
+    assert before == SIZE if is_mapped else before <= 32 * MIB
     rank.resume()
-    rank.answer()
+    assert rank.answer()["report"]["populated"] == SIZE
     assert mapped_by(rank.pid, name) == SIZE
     rank.ask("close")
 
