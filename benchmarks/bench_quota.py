@@ -33,7 +33,7 @@ class Sleeper(Heartbeat):
         while True:
             await asyncio.sleep(self.INTERVAL)
             now = time.perf_counter()
-            self.stalls.append(now - last - self.INTERVAL)
+            self.beats.append((now, now - last - self.INTERVAL))
             last = now
 
 
