@@ -28,8 +28,13 @@ def collapse_works() -> bool:
 
 def mapped(region: aioshm.Region, field: str) -> int:
     """Return bytes of `field` in /proc/self/smaps, over all of the region's mappings here."""
-    areas = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-    ours = [area for area in areas if region.path in area]
+    return mapped_by("self", region.path, field)
+
+
+def mapped_by(process: int | str, path: str, field: str) -> int:
+    """Return the same of a process, over all its mappings of a file whose path has `path` in it."""
+    areas = re.split(r"^(?=[0-9a-f]+-)", Path(f"/proc/{process}/smaps").read_text(), flags=re.MULTILINE)
+    ours = [area for area in areas if path in area]
     return sum(int(kib) * 1024 for area in ours for kib in re.findall(rf"^{field}: +(\d+) kB", area, re.MULTILINE))
 
 

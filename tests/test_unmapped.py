@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 from cgroups import start_in
-from memory_maps import collapse_works, mapped
+from memory_maps import collapse_works, mapped, mapped_by
 
 import aioshm
 from aioshm._populate import Populate
@@ -16,12 +13,6 @@ MIB = 1 << 20
 SIZE = 128 * MIB
 
 pytestmark = pytest.mark.root
-
-
-def mapped_by(pid: int, name: str) -> int:
-    """Return the bytes of a region that a process has mapped."""
-    areas = re.split(r"^(?=[0-9a-f]+-)", Path(f"/proc/{pid}/smaps").read_text(), flags=re.MULTILINE)
-    return sum(int(area.split("Rss:")[1].split()[0]) * 1024 for area in areas if name in area)
 
 
 @pytest.fixture
@@ -45,17 +36,17 @@ def test_it_is_not_where_memory_is_getting_short(stopped, name, limit, is_mapped
     if huge_pages == "require" and not collapse_works():
         pytest.skip("this kernel gives no huge pages")
     rank = stopped(limit, huge_pages=huge_pages)
-    before = mapped_by(rank.pid, name)
+    before = mapped_by(rank.pid, name, "Rss")
     assert before == SIZE if is_mapped else before <= 32 * MIB
     rank.resume()
     assert rank.answer()["report"]["populated"] == SIZE
-    assert mapped_by(rank.pid, name) == SIZE
+    assert mapped_by(rank.pid, name, "Rss") == SIZE
     rank.ask("close")
 
 
 def test_without_a_guard_they_are(stopped, name):
     rank = stopped(limit=192 * MIB, memory_policy="ignore", huge_pages="off")
-    assert mapped_by(rank.pid, name) == SIZE
+    assert mapped_by(rank.pid, name, "Rss") == SIZE
     rank.resume()
     rank.answer()
     rank.ask("close")
