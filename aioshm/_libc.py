@@ -23,6 +23,7 @@ HUGE_PAGE = 2 << 20
 # linux/mman.h; the mmap module lacks the newer ones.
 MADV_DONTNEED = 4
 MADV_HUGEPAGE = 14
+MADV_NOHUGEPAGE = 15
 MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25

@@ -79,14 +79,18 @@ class Pages:
         self._worth = Worth() if self.collapse and not self._required else None
         self._sampled: list[range] = []
         self._in_vain = 0
+        self._hinted = self.collapse and bool(self.total)
+        self._cut_short = False
         self._legacy = False
         self._lock = threading.Lock()
-        if self.collapse and self.total:
+        if self._hinted:
             # Where shmem_enabled=advise or the mount says huge=advise, the touch itself then gives the huge page.
             _libc.try_madvise(self._address, self.total, _libc.MADV_HUGEPAGE)
 
     def make(self, chunk: range) -> int:
         """Make the pages of a chunk of the span, and return how many bytes of it are known to be huge.
+
+        Where it is cut short, some pages of the chunk are not made.
 
         Raises:
             InsufficientSpaceError: The file system is full.
@@ -101,6 +105,8 @@ class Pages:
         whole = chunk[: len(chunk) // HUGE_PAGE * HUGE_PAGE]
         way = self._choose() if whole else "small"
         huge = self._make_huge(whole) if way == "huge" else 0
+        if self._cut_short:
+            return huge
         if huge < len(chunk):
             self._touch(chunk.start + huge, len(chunk) - huge)
         if self._worth is not None and whole:
@@ -140,6 +146,21 @@ class Pages:
         """Free a chunk of the span again; what it held is gone."""
         _libc.punch_hole(self._fd, self._offset + chunk.start, len(chunk))
 
+    def cut_short(self) -> None:
+        """Have a collapse that other threads are in end after the huge page in work, and make nothing any more.
+
+        Between two huge pages it looks whether the mapping still wants any (hugepage_vma_revalidate). Where the host
+        of a virtual machine has to find the memory each takes 5 to 20 ms, and a chunk is up to four of them.
+        """
+        self._cut_short = True
+        if self._hinted and self.collapse:
+            _libc.try_madvise(self._address, self.total, _libc.MADV_NOHUGEPAGE)
+
+    def want_again(self) -> None:
+        """Undo in the mapping what cutting short did; for when no thread is at work any more."""
+        if self._hinted and self._cut_short:
+            _libc.try_madvise(self._address, self.total, _libc.MADV_HUGEPAGE)
+
     def _choose(self) -> Way:
         if not self.collapse:
             return "small"
@@ -161,7 +182,8 @@ class Pages:
         if not self.collapse:  # the touch may have found a kernel too old for either
             return 0
         if self._try_collapse(whole):
-            self._confirm()  # a full memory group says EBUSY here, where a touch would be killed
+            if not self._cut_short:
+                self._confirm()  # a full memory group says EBUSY here, where a touch would be killed
             return 0
         return len(whole)
 

@@ -109,6 +109,7 @@ class Populate:
             OSError: Whatever else the kernel says, such as ENOMEM or EHWPOISON.
         """
         self._stop = stop
+        stop.on_set(self._cut_short)
         _libc.try_slice(_pace.SLICE_SECONDS)
         try:
             self._populate_chunks(stop, duty)
@@ -158,6 +159,8 @@ class Populate:
             with self._admitted(len(chunk)) as granted:
                 huge = self._populate(chunk[:granted])
                 self._unmap(chunk[:granted])
+            if stop:  # it may have been cut short
+                return
             with self._lock:
                 self.done += len(chunk[:granted])
                 self.huge += huge
@@ -201,16 +204,26 @@ class Populate:
 
     def close(self) -> None:
         """Let go of what the guard watches. No thread may be at work any more."""
+        with self._lock:
+            if not self._abandoned:
+                self._pages.want_again()
+            self._stop = None  # it knows this, too
         if self._guard is not None:
             self._guard.close()
 
     def abandon(self) -> None:
         """Stop it from another thread, and return when none is in the memory or at the file: within one chunk."""
         with self._lock:
-            self._abandoned = True
             if self._stop is not None:  # for who rests
                 self._stop.set()
+            self._abandoned = True
             self._lock.wait_for(lambda: not self._inside)
+            self._pages.want_again()
+
+    def _cut_short(self) -> None:
+        with self._lock:
+            if not self._abandoned:  # else the memory may be somebody else's by now
+                self._pages.cut_short()
 
     def _come_in(self) -> bool:
         """Count this thread in, for one chunk; False where it was abandoned. `_go_out` counts it out."""

@@ -20,14 +20,29 @@ T = TypeVar("T")
 class StopFlag:
     """Tells the work of one call to stop: set on cancellation, and when a sibling thread failed."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_shorten")
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._shorten: list[Callable[[], None]] = []
+
+    def on_set(self, shorten: Callable[[], None]) -> None:
+        """Have `shorten` called by `set`, where a call of the kernel can be cut short that looks at no flag.
+
+        It is called in whatever thread sets the flag, more than once perhaps, and may wait for milliseconds.
+        """
+        self._shorten.append(shorten)
 
     def set(self) -> None:
-        """Ask the work to stop at its next look."""
+        """Ask the work to stop at its next look, and cut short what it waits for."""
         self._event.set()
+        for shorten in tuple(self._shorten):
+            shorten()
+
+    def set_aside(self) -> Callable[[], None]:
+        """Do the same from the event loop, which waits for nothing; return what waits until all is cut short."""
+        self._event.set()
+        return run_aside(self.set, name="stop") if self._shorten else lambda: None
 
     def wait(self, seconds: float) -> None:
         """Rest for so long, or until it is set: at once where it is."""
@@ -68,7 +83,7 @@ async def run_all_through(works: list[Callable[[StopFlag], T]], *, name: str) ->
         # Unshielded: were it shielded from the start, an anyio scope could not be felt here at all.
         await crew.done.wait()
     except asyncio.CancelledError as cancelled:
-        crew.stop.set()
+        crew.stop_aside()
         await _outlast(crew.done, cancelled, handled)
     except BaseException:
         # Not all could be started; or GeneratorExit: the loop is gone, nobody can be awaited any more.
@@ -191,6 +206,7 @@ class _Crew(Generic[T]):
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._running = len(works)
+        self._join_stopping: Callable[[], None] = lambda: None
         self._threads = [
             threading.Thread(target=self._run, args=(index,), name=f"aioshm-{name}-{index}", daemon=True)
             for index in range(len(works))
@@ -200,11 +216,15 @@ class _Crew(Generic[T]):
         for thread in self._threads:
             thread.start()
 
+    def stop_aside(self) -> None:
+        self._join_stopping = self.stop.set_aside()
+
     def join(self) -> None:
         """Wait for those threads that were started: after `done` a matter of microseconds, after a stop one chunk."""
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        self._join_stopping()
 
     def results(self) -> list[T]:
         error, self._error = self._error, None
