@@ -168,6 +168,27 @@ def read_figures(levels: tuple[MemoryLevel, ...], host_swap: int = 0) -> list[Me
     return figures
 
 
+def read_hugetlb_figures(page: int, *, reserves: bool, root: str = "/") -> list[MemoryFigures]:
+    """Read every level that limits hugetlb pages, as a pod's `hugepages-2Mi` does.
+
+    Args:
+        page: Bytes per page.
+        reserves: Whether the pages are still to be mapped: that is charged by itself (`rsvd`), and limited as well.
+        root: What stands for `/`.
+    """
+    directories, version = _find(root, "hugetlb") or ([], 2)
+    unit, shift = next((unit, shift) for unit, shift in (("GB", 30), ("MB", 20), ("KB", 10)) if page >> shift)
+    limit_name, usage_name = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+    figures = []
+    for directory in directories:
+        for kind in ("rsvd.", "") if reserves else ("",):
+            file = os.path.join(directory, f"hugetlb.{page >> shift}{unit}.{kind}")
+            limit, usage = _limit(_read(file + limit_name)), _number(_read(file + usage_name))
+            if limit is not None and usage is not None:
+                figures.append(MemoryFigures(directory, limit, usage, 0))
+    return figures
+
+
 def cpu_quota(root: str = "/") -> float | None:
     """Return the tightest CPU quota over this process, in processors (1.5 is 150 ms per 100 ms); None: no limit."""
     return _tightest_quota(_find(root, "cpu"))

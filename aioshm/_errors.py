@@ -89,6 +89,7 @@ class InsufficientMemoryError(AioshmError, MemoryError):
         usage: Bytes in use there.
         reclaimable: Bytes of `usage` that the kernel would give up, such as clean file cache.
         hint: What the caller wanted its users to be told, or None.
+        huge_page: Bytes of a page where the cgroup's limit is one on hugetlb pages; None where it is on all memory.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class InsufficientMemoryError(AioshmError, MemoryError):
         usage: int,
         reclaimable: int,
         hint: str | None = None,
+        huge_page: int | None = None,
     ) -> None:
         self.allocation_name = allocation_name
         self.level = level
@@ -109,6 +111,7 @@ class InsufficientMemoryError(AioshmError, MemoryError):
         self.usage = usage
         self.reclaimable = reclaimable
         self.hint = hint
+        self.huge_page = huge_page
         available = self.available
         if level == "host":
             where, remedy = "on this host", "Ask for less, or free memory on the host."
@@ -117,6 +120,9 @@ class InsufficientMemoryError(AioshmError, MemoryError):
                 f"on NUMA {level}",
                 "Ask for less, free memory there, or let it lie on other nodes too (numa=).",
             )
+        elif huge_page is not None:
+            where = f"for hugetlb pages in cgroup {level}"
+            remedy = "Ask for less, or raise the limit on huge pages of the container or pod (hugepages-2Mi, for one)."
         else:
             where = f"in memory cgroup {level}"
             remedy = "Ask for less, or raise the memory limit of the container or pod."

@@ -53,7 +53,7 @@ class Policy:
     nodes: tuple[int, ...]
 
 
-def check_nodes(request: Request) -> None:
+def check_numbers(request: Request) -> None:
     """See that the nodes that were asked for are there, before anything is touched.
 
     Raises:

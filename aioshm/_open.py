@@ -176,7 +176,7 @@ async def _open(request: Request) -> Region:
 
 async def _open_once(request: Request, clock: _Clock) -> Region:
     file_system = _preflight.read_place(request.directory)
-    _numa.check_nodes(request)
+    _numa.check_numbers(request)
     # tmpfs keeps the exact size; hugetlbfs refuses to be sized to anything but whole pages.
     file_size = round_up(request.size, file_system.page if file_system.kind == "hugetlbfs" else 1)
     seat = await enter(request, file_size)

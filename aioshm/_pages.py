@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from . import _libc
-from ._errors import HugePagesUnavailableError, InsufficientSpaceError
+from ._errors import HugePagesUnavailableError, InsufficientMemoryError, InsufficientSpaceError
 from ._libc import HUGE_PAGE, PAGE
 from ._log import log
 from ._mapping import Mapping, round_up
@@ -256,7 +256,7 @@ class Pages:
         full = self._find_shortage() if code == errno.ENOSPC else None
         return full or OSError(code, f"{call}: {os.strerror(code)}")
 
-    def _find_shortage(self) -> InsufficientSpaceError | None:
+    def _find_shortage(self) -> InsufficientSpaceError | InsufficientMemoryError | None:
         return find_shortage(self._request, max(self._page, self._missing()))
 
 

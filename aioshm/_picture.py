@@ -192,9 +192,9 @@ def _look(need: Need) -> PreflightReport:
     usable = not problems
     page = file_system.page if file_system is not None else _libc.PAGE
     allocated = round_up(need.size, page)
-    free = None
+    free, hugetlb = None, []
     if file_system is not None:
-        free = _preflight.free_bytes(file_system)
+        free, hugetlb = _preflight.free_bytes(file_system), _preflight.hugetlb_figures(file_system, reserves=True)
         if usable:
             problems += _collect(lambda: _preflight.check_space(need, allocated, file_system))
     takes_memory = file_system is None or _preflight.takes_memory(file_system.page)
@@ -206,7 +206,7 @@ def _look(need: Need) -> PreflightReport:
     if finding is not None and finding.verdict == "short":
         problems.append(_preflight.memory_error(need, finding))
     limits = [_preflight.largest_size(one.available, page) for one in figures] if takes_memory else []
-    limits += [] if free is None else [free // page * page]
+    limits += [limit // page * page for limit in (free, *(one.available for one in hugetlb)) if limit is not None]
     return PreflightReport(
         size=need.size,
         allocated=allocated,

@@ -159,7 +159,8 @@ def check(request: Request, allocated: int, file_system: FileSystem) -> None:
 
     Raises:
         InsufficientSpaceError: The file system has no room.
-        InsufficientMemoryError: A memory level has no room even after reclaim, and the policy is "guard".
+        InsufficientMemoryError: A memory level has no room even after reclaim, and the policy is "guard"; or a control
+            group has none for hugetlb pages, whatever the policy.
     """
     check_space(request, allocated, file_system)
     if request.memory_policy != "ignore" and takes_memory(file_system.page):
@@ -168,17 +169,30 @@ def check(request: Request, allocated: int, file_system: FileSystem) -> None:
             _act_on(finding, request)
 
 
-def find_shortage(need: Need, required: int) -> InsufficientSpaceError | None:
+def find_shortage(
+    need: Need, required: int, *, reserves: bool = False
+) -> InsufficientSpaceError | InsufficientMemoryError | None:
     """Look whether a page could not be had for want of space: return the error that says so, or None."""
     try:
-        check_space(need, required, _host.read_file_system(need.directory))
-    except InsufficientSpaceError as error:
+        check_space(need, required, _host.read_file_system(need.directory), reserves=reserves)
+    except (InsufficientSpaceError, InsufficientMemoryError) as error:
         return error
     return None
 
 
-def check_space(need: Need, required: int, file_system: FileSystem) -> None:
-    """Raise InsufficientSpaceError where `required` bytes do not fit into the file system."""
+def check_space(need: Need, required: int, file_system: FileSystem, *, reserves: bool = True) -> None:
+    """Raise where `required` bytes do not fit into the file system.
+
+    Args:
+        need: What they are for.
+        required: How many.
+        file_system: Where.
+        reserves: Whether a mapping is still to reserve them, in a hugetlbfs.
+
+    Raises:
+        InsufficientSpaceError: It has no room.
+        InsufficientMemoryError: It is a hugetlbfs, and a control group may not have so many of its pages.
+    """
     available = free_bytes(file_system)
     if available is not None and required > available:
         raise InsufficientSpaceError(
@@ -190,6 +204,14 @@ def check_space(need: Need, required: int, file_system: FileSystem) -> None:
             reclaimable_leftovers=leftover_bytes(need.directory),
             huge_page=file_system.page if file_system.kind == "hugetlbfs" else None,
         )
+    finding = judge_memory(required, hugetlb_figures(file_system, reserves=reserves))
+    if finding is not None and finding.verdict == "short":  # none reclaims
+        raise memory_error(need, finding, huge_page=file_system.page)
+
+
+def hugetlb_figures(file_system: FileSystem, *, reserves: bool) -> list[MemoryFigures]:
+    """Read what control groups allow of a hugetlbfs's pages: a touch beyond is SIGBUS, whatever the pool has."""
+    return _cgroup.read_hugetlb_figures(file_system.page, reserves=reserves) if file_system.kind == "hugetlbfs" else []
 
 
 def check_nodes(request: Request, parts: dict[int, int]) -> None:
@@ -217,7 +239,7 @@ def check_node_pools(need: Need, parts: dict[int, int], page: int) -> None:
             raise memory_error(need, Finding("short", part, figures))
 
 
-def memory_error(need: Need, finding: Finding) -> InsufficientMemoryError:
+def memory_error(need: Need, finding: Finding, *, huge_page: int | None = None) -> InsufficientMemoryError:
     """Return the error that says what `finding` found."""
     figures = finding.figures
     return InsufficientMemoryError(
@@ -228,6 +250,7 @@ def memory_error(need: Need, finding: Finding) -> InsufficientMemoryError:
         usage=figures.usage,
         reclaimable=figures.reclaimable,
         hint=need.hint,
+        huge_page=huge_page,
     )
 
 

@@ -47,7 +47,7 @@ def map_region(request: Request, seat: Seat, page: int) -> Mapping:
         return Mapping(seat.description.fd, size=request.size, page=page)
     except OSError as error:
         if error.errno == errno.ENOMEM and page > _libc.PAGE:
-            short = _preflight.find_shortage(request, round_up(request.size, page))
+            short = _preflight.find_shortage(request, round_up(request.size, page), reserves=True)
             if short is not None:
                 raise short from error
         raise

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from made_tree import MEMORY, V1_UNLIMITED, V2, Tree
 
-from aioshm._cgroup import MemoryFigures, cpu_quota, memory_levels, read_figures
+from aioshm._cgroup import MemoryFigures, cpu_quota, memory_levels, read_figures, read_hugetlb_figures
 
 
 @pytest.fixture
@@ -177,3 +177,44 @@ class TestCpuQuota:
         tree.write("/cpuset/a/cpu.cfs_quota_us", "100000")
         tree.write("/cpuset/a/cpu.cfs_period_us", "100000")
         assert cpu_quota(str(tree.root)) is None
+
+
+class TestHugetlb:
+    def figures(self, tree, page=2 << 20, *, reserves=False):
+        found = read_hugetlb_figures(page, reserves=reserves, root=str(tree.root))
+        return [(one.level.removeprefix(str(tree.root)), one.limit, one.usage) for one in found]
+
+    def write(self, tree, path, kind, limit, usage, *, version=2):
+        names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+        for name, value in zip(names, (limit, usage), strict=True):
+            tree.write(f"{path}/hugetlb.{kind}.{name}", f"{value}\n")
+
+    def test_every_level_with_a_limit_on_that_size_of_page(self, tree):
+        tree.inside("0::/pod/engine")
+        tree.mount(V2, version=2)
+        self.write(tree, f"{V2}/pod/engine", "2MB", 40, 10)
+        self.write(tree, f"{V2}/pod/engine", "1GB", 7, 1)
+        self.write(tree, f"{V2}/pod", "2MB", 30, 20)
+        self.write(tree, f"{V2}/pod", "1GB", "max", 1)
+        assert self.figures(tree) == [(f"{V2}/pod/engine", 40, 10), (f"{V2}/pod", 30, 20)]
+        assert self.figures(tree, 1 << 30) == [(f"{V2}/pod/engine", 7, 1)]
+        assert self.figures(tree, 64 << 10) == []
+
+    def test_reservations_have_a_limit_of_their_own(self, tree):
+        tree.inside("0::/pod")
+        tree.mount(V2, version=2)
+        self.write(tree, f"{V2}/pod", "2MB", "max", 10)
+        self.write(tree, f"{V2}/pod", "2MB.rsvd", 30, 20)
+        assert self.figures(tree) == []
+        assert self.figures(tree, reserves=True) == [(f"{V2}/pod", 30, 20)]
+
+    def test_v1_has_a_tree_of_its_own(self, tree):
+        where = "/sys/fs/cgroup/hugetlb"
+        tree.inside("5:hugetlb:/pod", "2:memory:/other")
+        tree.mount(where, version=1, controllers="hugetlb")
+        self.write(tree, f"{where}/pod", "64KB", 1 << 20, 0, version=1)
+        self.write(tree, where, "64KB", 0x7FFFFFFFFFFF0000, 0, version=1)
+        assert self.figures(tree, 64 << 10) == [(f"{where}/pod", 1 << 20, 0)]
+
+    def test_without_the_controller_nothing_is_limited(self, tree):
+        assert self.figures(tree, reserves=True) == []

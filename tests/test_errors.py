@@ -38,6 +38,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "usage": 100 << 20,
         "reclaimable": 40 << 20,
         "hint": None,
+        "huge_page": None,
     },
     "JoinTimeoutError": {
         "name": "kv",
@@ -221,6 +222,9 @@ def test_the_words_for_memory_that_is_too_small():
     host = aioshm.InsufficientMemoryError(**{**EXAMPLES["InsufficientMemoryError"], "level": "host", "hint": "Hm."})
     assert "on this host for CPU KV cache" in str(host)
     assert str(host).endswith("Ask for less, or free memory on the host. Hm.")
+    pages = aioshm.InsufficientMemoryError(**{**EXAMPLES["InsufficientMemoryError"], "huge_page": 2 << 20})
+    assert "for hugetlb pages in cgroup /sys/fs/cgroup/pod/engine for CPU KV cache" in str(pages)
+    assert str(pages).endswith("raise the limit on huge pages of the container or pod (hugepages-2Mi, for one).")
 
 
 @pytest.mark.parametrize("hint", [None, ""])

@@ -223,6 +223,7 @@ class TestWhatIsLogged:
             "usage": 450 * MIB,
             "reclaimable": 100 * MIB,
             "hint": "Lower it.",
+            "huge_page": None,
         }
         assert str(error).endswith("container or pod. Lower it.")
         assert log == []

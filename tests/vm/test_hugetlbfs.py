@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cgroups import MemoryGroup, start_in
 from memory_maps import mapped
 
 import aioshm
@@ -214,3 +216,68 @@ def test_a_page_of_one_gibibyte(run, name, hugetlbfs):
     error = run(fail(name, GIB + 1, directory))
     assert type(error) is aioshm.InsufficientSpaceError
     assert (error.required, error.available) == (2 * GIB, GIB)
+
+
+@pytest.fixture
+def limited(memory_group) -> Callable[[str, int], MemoryGroup]:
+    """Make a control group that may have so many bytes of huge pages, by one of its limits."""
+    Path("/sys/fs/cgroup/cgroup.subtree_control").write_text("+hugetlb")
+
+    def limit(file: str, size: int) -> MemoryGroup:
+        group = memory_group(limit=None)
+        (group.path / file).write_text(str(size))
+        return group
+
+    return limit
+
+
+@pytest.mark.parametrize("file", ["hugetlb.2MB.max", "hugetlb.2MB.rsvd.max"])
+@pytest.mark.parametrize("policy", ["guard", "ignore"])
+def test_what_a_control_group_may_not_have_of_the_pool_is_refused(ranks, limited, hugetlbfs, file, policy):
+    """As a pod's `hugepages-2Mi` says; the kernel's own word for it is SIGBUS, or "Bad address"."""
+    directory, group = hugetlbfs(), limited(file, 4 * PAGE)
+    rank = start_in(ranks, group)
+    options = {"directory": str(directory), "memory_policy": policy}
+    rank.send("try_open", name=rank.name, size=5 * PAGE, options=options)
+    answer = rank.answer()
+    assert answer["outcome"] == "InsufficientMemoryError", answer
+    facts = answer["facts"]
+    assert (facts["level"], facts["limit"], facts["usage"]) == (str(group.path), 4 * PAGE, 0)
+    assert (facts["required"], facts["huge_page"]) == (5 * PAGE, PAGE)
+    assert "hugepages-2Mi" in answer["message"]
+    assert list(directory.iterdir()) == []
+    rank.open(4 * PAGE, **options)
+    rank.ask("close")
+    rank.end()
+
+
+def test_what_others_of_the_group_took_after_the_look(ranks, limited, hugetlbfs):
+    """Not populated yet, a region is not counted: both fit when they look, and one of them when they populate."""
+    directory, group = str(hugetlbfs()), limited("hugetlb.2MB.max", 4 * PAGE)
+    first, second = start_in(ranks, group), start_in(ranks, group)
+    first.ask("stop_at", point="checked")
+    first.send("try_open", name=f"{first.name}-a", size=3 * PAGE, options={"directory": directory})
+    first.wait_stopped()
+    second.send("try_open", name=f"{first.name}-b", size=3 * PAGE, options={"directory": directory})
+    assert second.answer()["outcome"] == "open"
+    first.resume()
+    answer = first.answer()
+    assert answer["outcome"] == "InsufficientMemoryError", answer
+    facts = answer["facts"]
+    assert (facts["level"], facts["limit"], facts["usage"]) == (str(group.path), 4 * PAGE, 4 * PAGE)
+    second.ask("close")
+    for rank in (first, second):
+        rank.end()
+
+
+def test_preflight_tells_of_it(ranks, limited, hugetlbfs, run):
+    directory, group = hugetlbfs(), limited("hugetlb.2MB.max", 4 * PAGE)
+    before = Path("/proc/self/cgroup").read_text().split("::")[1].strip()
+    group.enter()
+    try:
+        report = run(aioshm.preflight(5 * PAGE, directory=directory))
+    finally:
+        Path(f"/sys/fs/cgroup{before}/cgroup.procs").write_text(str(os.getpid()))
+    (problem,) = report.problems
+    assert type(problem) is aioshm.InsufficientMemoryError
+    assert (report.largest, problem.level, problem.huge_page) == (4 * PAGE, str(group.path), PAGE)
