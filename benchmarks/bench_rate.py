@@ -89,8 +89,8 @@ def main() -> None:
             for way, run in WAYS.items():
                 name = label(way, size, threads)
                 contenders[name] = functools.partial(run, size * MIB, threads, directory)
-                # More than is needed: in a tenth of the turns the kernel gave other pages than those just freed, and the
-                # host had to find them at 1 GiB/s, once for this contender and once for that.
+                # More than is needed: in a tenth of the turns the kernel gave other pages than those just freed, and
+                # the host had to find them at 1 GiB/s, once for this contender and once for that.
                 primes[name] = size * MIB * 5 // 2
     outcome = Outcome(
         "Rate over threads and size",
