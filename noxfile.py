@@ -26,7 +26,8 @@ DIST = ROOT / ".nox" / "dist"
 COVERAGE = ROOT / ".nox" / ".coverage"  # dotted: the plain name is the `coverage` session's environment
 CONSTRAINTS = ROOT / "constraints.txt"
 # What another kernel may answer differently, less what takes long there and what it answers twice.
-VM_TESTS = ("vm", "test_memory_guard.py", "test_populate.py", "test_pace.py", "test_locks.py", "test_mapping.py")
+VM_TESTS = ("vm", "test_memory_guard.py", "test_populate.py", "test_cut_short.py", "test_pace.py")
+VM_TESTS += ("test_locks.py", "test_mapping.py")
 VM_LEFT_OUT = "waiting_ranks or only_the_creator or sibling or chain or 3-try or 3-off or than_processors or very_end"
 VM_LEFT_OUT += " or of_a_period"
 CHECKED = ("aioshm", "examples", "tests", "benchmarks", "docs", "noxfile.py")

@@ -89,7 +89,7 @@ class InsufficientMemoryError(AioshmError, MemoryError):
         usage: Bytes in use there.
         reclaimable: Bytes of `usage` that the kernel would give up, such as clean file cache.
         hint: What the caller wanted its users to be told, or None.
-        huge_page: Bytes of a page where the cgroup's limit is one on hugetlb pages; None where it is on all memory.
+        huge_page: Bytes of a page where it is a cgroup's limit on hugetlb pages; None for every other level.
     """
 
     def __init__(

@@ -63,6 +63,7 @@ def load_from(
         ShortFileError: On loading, like all below: the file has fewer bytes, seen before one is written; or it shrank
             while it was read, and the region holds a part of it.
         InsufficientSpaceError: The region was not populated, and its file system is full.
+        InsufficientMemoryError: It was not, and a control group may not have so many hugetlb pages.
         RegionClosedError: The region was closed, before or meanwhile.
         OSError: The file is missing, a directory, not readable or broken; `filename` says which. As `initialize`, any
             of them comes out of the creator's `open_region`, and there is no region.
@@ -175,7 +176,7 @@ class _Loading:
         self._view.release()
 
     def _translated(self, error: OSError, missing: int) -> Exception:
-        """Return what an error of a read means. EFAULT: a page of the region could not be had, its tmpfs is full."""
+        """Return what an error of a read means. EFAULT: there was no room for a page of the region."""
         full = find_shortage(self._region._request, missing) if error.errno == errno.EFAULT else None
         return full or OSError(error.errno, error.strerror, self._path)
 

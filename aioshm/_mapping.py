@@ -29,6 +29,8 @@ class Mapping:
         length: Bytes mapped: whole pages.
         size: Bytes that views show.
         page: Bytes per page of its file system.
+        makers: How many populates ask for huge pages in it; to be changed, and acted upon, under `advising`.
+        advising: Held by who advises the kernel on huge pages for a part of it, which parts may overlap.
     """
 
     def __init__(self, fd: int, *, size: int, page: int, alignment: int = _libc.HUGE_PAGE) -> None:
@@ -42,6 +44,8 @@ class Mapping:
         self.length: int = round_up(size, page)
         with _libc.reopened(fd) as own:
             self._address = _map_aligned(own, self.length, max(page, alignment))
+        self.makers = 0
+        self.advising = threading.Lock()
         self._lock = threading.Lock()
         self._anchor: ctypes.Array[ctypes.c_ubyte] | None = None
         self._finalizer: weakref.finalize[..., ctypes.Array[ctypes.c_ubyte]] | None = None

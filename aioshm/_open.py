@@ -97,7 +97,8 @@ def open_region(
         ValueError: At the call: an argument has a value that makes no sense; on entering: there is no such node as
             `numa` says. Nothing was touched.
         InsufficientSpaceError: On entering, like all below: the file system has no room.
-        InsufficientMemoryError: A memory cgroup, the host or a node of `numa` has no room.
+        InsufficientMemoryError: A memory cgroup, the host or a node of `numa` has no room; in a hugetlbfs, a cgroup
+            that limits its pages.
         JoinTimeoutError: Ranks never came, or without a cohort: the region was neither finished nor given up in time,
             and nobody was at work on it.
         PeerLostError: A rank that had come went away before all were ready.

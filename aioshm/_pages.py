@@ -79,13 +79,16 @@ class Pages:
         self._worth = Worth() if self.collapse and not self._required else None
         self._sampled: list[range] = []
         self._in_vain = 0
+        self._mapping = mapping
         self._hinted = self.collapse and bool(self.total)
-        self._cut_short = False
+        self._cut_short = self._unwanted = False
         self._legacy = False
         self._lock = threading.Lock()
         if self._hinted:
             # Where shmem_enabled=advise or the mount says huge=advise, the touch itself then gives the huge page.
-            _libc.try_madvise(self._address, self.total, _libc.MADV_HUGEPAGE)
+            with mapping.advising:
+                mapping.makers += 1
+                _libc.try_madvise(self._address, self.total, _libc.MADV_HUGEPAGE)
 
     def make(self, chunk: range) -> int:
         """Make the pages of a chunk of the span, and return how many bytes of it are known to be huge.
@@ -94,6 +97,7 @@ class Pages:
 
         Raises:
             InsufficientSpaceError: The file system is full.
+            InsufficientMemoryError: A control group may not have so many hugetlb pages.
             HugePagesUnavailableError: Huge pages are required, and the kernel gave none.
             OSError: Whatever else the kernel says, such as ENOMEM or EHWPOISON.
             BaseException: What `confirm` raised.
@@ -150,16 +154,25 @@ class Pages:
         """Have a collapse that other threads are in end after the huge page in work, and make nothing any more.
 
         Between two huge pages it looks whether the mapping still wants any (hugepage_vma_revalidate). Where the host
-        of a virtual machine has to find the memory each takes 5 to 20 ms, and a chunk is up to four of them.
+        of a virtual machine has to find the memory each takes 5 to 20 ms, and a chunk is up to four of them. Not where
+        another populate is at work on the mapping: it would be refused its own, or told that a part is all.
         """
+        if self._cut_short:
+            return
         self._cut_short = True
         if self._hinted and self.collapse:
-            _libc.try_madvise(self._address, self.total, _libc.MADV_NOHUGEPAGE)
+            with self._mapping.advising:
+                if self._mapping.makers == 1:
+                    self._unwanted = True
+                    _libc.try_madvise(self._address, self.total, _libc.MADV_NOHUGEPAGE)
 
-    def want_again(self) -> None:
-        """Undo in the mapping what cutting short did; for when no thread is at work any more."""
-        if self._hinted and self._cut_short:
-            _libc.try_madvise(self._address, self.total, _libc.MADV_HUGEPAGE)
+    def close(self) -> None:
+        """Undo in the mapping what cutting short did; for when no thread is at work any more. Once."""
+        if self._hinted:
+            with self._mapping.advising:
+                self._mapping.makers -= 1
+                if self._unwanted:
+                    _libc.try_madvise(self._address, self.total, _libc.MADV_HUGEPAGE)
 
     def _choose(self) -> Way:
         if not self.collapse:

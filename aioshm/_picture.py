@@ -194,7 +194,7 @@ def _look(need: Need) -> PreflightReport:
     allocated = round_up(need.size, page)
     free, hugetlb = None, []
     if file_system is not None:
-        free, hugetlb = _preflight.free_bytes(file_system), _preflight.hugetlb_figures(file_system, reserves=True)
+        free, hugetlb = _preflight.free_bytes(file_system), _preflight.hugetlb_figures(file_system)
         if usable:
             problems += _collect(lambda: _preflight.check_space(need, allocated, file_system))
     takes_memory = file_system is None or _preflight.takes_memory(file_system.page)
@@ -205,6 +205,9 @@ def _look(need: Need) -> PreflightReport:
     mount = _host.read_mount(need.directory)
     if finding is not None and finding.verdict == "short":
         problems.append(_preflight.memory_error(need, finding))
+    finding_of_pages = _preflight.judge_memory(allocated, hugetlb)
+    if usable and finding_of_pages is not None and finding_of_pages.verdict == "short":
+        problems.append(_preflight.memory_error(need, finding_of_pages, huge_page=page))
     limits = [_preflight.largest_size(one.available, page) for one in figures] if takes_memory else []
     limits += [limit // page * page for limit in (free, *(one.available for one in hugetlb)) if limit is not None]
     return PreflightReport(

@@ -104,7 +104,8 @@ class Populate:
 
         Raises:
             InsufficientSpaceError: The file system is full.
-            InsufficientMemoryError: The guard saw no room for the next chunk.
+            InsufficientMemoryError: The guard saw no room for the next chunk, or a control group may not have so many
+                hugetlb pages.
             HugePagesUnavailableError: Huge pages are required, and the kernel gave none.
             OSError: Whatever else the kernel says, such as ENOMEM or EHWPOISON.
         """
@@ -114,9 +115,10 @@ class Populate:
         try:
             self._populate_chunks(stop, duty)
         except InsufficientMemoryError:
-            stop.set()
+            join = stop.set_aside()
             if self._relieve:
                 self._free()
+            join()
             raise
 
     def _populate_chunks(self, stop: StopFlag, duty: float) -> None:
@@ -199,14 +201,16 @@ class Populate:
 
     def _free(self) -> None:
         """Free the span step by step from where populating has come to: somebody waits for the first of it."""
-        for start in reversed(range(0, self._next, _FREED_STEP)):
-            self._pages.free(range(start, min(start + _FREED_STEP, self._next)))
+        step = max(_FREED_STEP, self._page)
+        for start in reversed(range(0, self._next, step)):
+            self._pages.free(range(start, min(start + step, self._next)))
 
     def close(self) -> None:
         """Let go of what the guard watches. No thread may be at work any more."""
         with self._lock:
             if not self._abandoned:
-                self._pages.want_again()
+                self._pages.close()
+            self._abandoned = True
             self._stop = None  # it knows this, too
         if self._guard is not None:
             self._guard.close()
@@ -216,9 +220,10 @@ class Populate:
         with self._lock:
             if self._stop is not None:  # for who rests
                 self._stop.set()
-            self._abandoned = True
+            abandoned, self._abandoned = self._abandoned, True
             self._lock.wait_for(lambda: not self._inside)
-            self._pages.want_again()
+            if not abandoned:
+                self._pages.close()
 
     def _cut_short(self) -> None:
         with self._lock:

@@ -159,40 +159,42 @@ def check(request: Request, allocated: int, file_system: FileSystem) -> None:
 
     Raises:
         InsufficientSpaceError: The file system has no room.
-        InsufficientMemoryError: A memory level has no room even after reclaim, and the policy is "guard"; or a control
-            group has none for hugetlb pages, whatever the policy.
+        InsufficientMemoryError: A memory level has no room even after reclaim, and the policy is "guard".
     """
     check_space(request, allocated, file_system)
-    if request.memory_policy != "ignore" and takes_memory(file_system.page):
+    if request.memory_policy == "ignore":
+        return
+    if takes_memory(file_system.page):
         finding = judge_memory(memory_required(allocated), read_memory_figures())
-        if finding is not None:
-            _act_on(finding, request)
+    else:
+        finding = judge_hugetlb(allocated, file_system)
+    if finding is not None:
+        _act_on(finding, request, file_system.page)
 
 
 def find_shortage(
     need: Need, required: int, *, reserves: bool = False
 ) -> InsufficientSpaceError | InsufficientMemoryError | None:
-    """Look whether a page could not be had for want of space: return the error that says so, or None."""
+    """Look whether a page could not be had for want of space: return the error that says so, or None.
+
+    Args:
+        need: What it was for.
+        required: Bytes still needed.
+        reserves: Whether a mapping is still to reserve them, in a hugetlbfs. Once it has, its own are not free there.
+    """
     try:
-        check_space(need, required, _host.read_file_system(need.directory), reserves=reserves)
+        file_system = _host.read_file_system(need.directory)
+        finding = judge_hugetlb(required, file_system, reserves=reserves)
+        if finding is not None and finding.verdict == "short":
+            raise memory_error(need, finding, huge_page=file_system.page)
+        check_space(need, required, file_system)
     except (InsufficientSpaceError, InsufficientMemoryError) as error:
         return error
     return None
 
 
-def check_space(need: Need, required: int, file_system: FileSystem, *, reserves: bool = True) -> None:
-    """Raise where `required` bytes do not fit into the file system.
-
-    Args:
-        need: What they are for.
-        required: How many.
-        file_system: Where.
-        reserves: Whether a mapping is still to reserve them, in a hugetlbfs.
-
-    Raises:
-        InsufficientSpaceError: It has no room.
-        InsufficientMemoryError: It is a hugetlbfs, and a control group may not have so many of its pages.
-    """
+def check_space(need: Need, required: int, file_system: FileSystem) -> None:
+    """Raise InsufficientSpaceError where `required` bytes do not fit into the file system."""
     available = free_bytes(file_system)
     if available is not None and required > available:
         raise InsufficientSpaceError(
@@ -204,14 +206,16 @@ def check_space(need: Need, required: int, file_system: FileSystem, *, reserves:
             reclaimable_leftovers=leftover_bytes(need.directory),
             huge_page=file_system.page if file_system.kind == "hugetlbfs" else None,
         )
-    finding = judge_memory(required, hugetlb_figures(file_system, reserves=reserves))
-    if finding is not None and finding.verdict == "short":  # none reclaims
-        raise memory_error(need, finding, huge_page=file_system.page)
 
 
-def hugetlb_figures(file_system: FileSystem, *, reserves: bool) -> list[MemoryFigures]:
+def hugetlb_figures(file_system: FileSystem, *, reserves: bool = True) -> list[MemoryFigures]:
     """Read what control groups allow of a hugetlbfs's pages: a touch beyond is SIGBUS, whatever the pool has."""
     return _cgroup.read_hugetlb_figures(file_system.page, reserves=reserves) if file_system.kind == "hugetlbfs" else []
+
+
+def judge_hugetlb(required: int, file_system: FileSystem, *, reserves: bool = True) -> Finding | None:
+    """Judge by the tightest limit on a hugetlbfs's pages; None where there is none."""
+    return judge_memory(required, hugetlb_figures(file_system, reserves=reserves))
 
 
 def check_nodes(request: Request, parts: dict[int, int]) -> None:
@@ -265,9 +269,9 @@ def describe_shortage(need: Need, finding: Finding) -> str:
     )
 
 
-def _act_on(finding: Finding, request: Request) -> None:
+def _act_on(finding: Finding, request: Request, page: int = _libc.PAGE) -> None:
     if finding.verdict == "short" and request.memory_policy == "guard":
-        raise memory_error(request, finding)
+        raise memory_error(request, finding, huge_page=None if takes_memory(page) else page)
     figures = finding.figures
     if finding.verdict == "fits":
         log.debug(

@@ -163,7 +163,7 @@ class Region:
             TypeError: An argument has the wrong type.
             ValueError: The part does not lie within the region.
             InsufficientSpaceError: The file system is full. After this and all below, what was populated stays.
-            InsufficientMemoryError: The guard saw no room for more.
+            InsufficientMemoryError: The guard saw no room for more, or a control group may not have more hugetlb pages.
             HugePagesUnavailableError: The region was opened with `huge_pages="require"`, and the kernel gave none.
             RegionClosedError: The region was closed, before or meanwhile.
             OSError: Whatever else the kernel says.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -101,6 +102,33 @@ def test_what_was_cut_short_is_no_reason_for_small_pages(run, name, collapses: C
             collapses.meanwhile = lambda: None
             await region.populate()
             assert mapped(region, "ShmemPmdMapped") == SIZE
+
+    run(main())
+
+
+@pytest.mark.parametrize("span", [(0, SIZE), (CHUNK // 2 + 1, CHUNK), (0, CHUNK + 1)])
+def test_another_populate_of_the_region_is_not_cut_short(run, name, collapses: Collapses, span):
+    """The advice is the mapping's, and the parts that two populates make may overlap."""
+
+    async def main():
+        async with aioshm.open_region(name, SIZE, populate=False, huge_pages="require", threads=1) as region:
+            gates = [threading.Event(), threading.Event()]
+            order = itertools.count()
+            collapses.meanwhile = lambda: gates[min(next(order), 1)].wait(30)
+            cancelled = asyncio.create_task(region.populate(*span))
+            await until(collapses.begun.is_set)
+            collapses.begun.clear()
+            other = asyncio.create_task(region.populate(CHUNK, SIZE - CHUNK))
+            await until(collapses.begun.is_set)
+            cancelled.cancel()
+            await asyncio.sleep(0)
+            await until(lambda: "aioshm-stop" not in [thread.name for thread in threading.enumerate()])
+            gates[1].set()
+            await other
+            gates[0].set()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            assert set(collapses.codes) == {0}
 
     run(main())
 

@@ -177,6 +177,13 @@ class TestHugePages:
         assert rows(found, "directory") == [("ok", "/dev/shm: hugetlbfs, 18 MiB in the pool")]
         assert find_remedy(found) is None
         assert "hugepages-2048kB/nr_hugepages" in (find_remedy(change(found, report={"problems": (SHORT,)})) or "")
+        group = aioshm.InsufficientMemoryError(
+            **{"allocation_name": "the region", "level": "/pod", "required": 8 * GIB, "limit": GIB, "usage": 0},
+            **{"reclaimable": 0, "huge_page": HUGE},
+        )
+        limited = change(found, report={"problems": (group,)})
+        assert rows(limited, "directory") == [("bad", "/dev/shm: hugetlbfs, 18 MiB in the pool")]
+        assert find_remedy(limited) is None, "the pool is not what is short"
 
     def test_untried(self):
         found = change(huge_pages=None, sample=None, untried="there is too little room to try it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shlex
 
+from aioshm._errors import InsufficientSpaceError
 from aioshm._picture import HugePagesReport
 
 from ._examination import Examination
@@ -67,7 +68,7 @@ def find_remedy(found: Examination) -> str | None:
     """Say what to set for (more) huge pages; None where there is nothing to say."""
     trial, sample, facts = found.huge_pages, found.sample, found.report.huge_pages
     if facts.pool_free is not None:
-        if found.report.fits:
+        if not any(isinstance(problem, InsufficientSpaceError) for problem in found.report.problems):
             return None
         pool = _POOLS.format(facts.page // 1024)
         return f"For more pages in the pool: echo NUMBER > {pool} (and raise the mount's size=, if it has one)."

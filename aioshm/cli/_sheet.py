@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from aioshm._errors import InsufficientSpaceError, UnsuitableDirectoryError
+from aioshm._errors import InsufficientMemoryError, InsufficientSpaceError, UnsuitableDirectoryError
 from aioshm._picture import MemoryLevelReport
 
 from ._diagnosis import tell_time
@@ -126,7 +126,11 @@ def make_rows(found: Examination) -> Iterator[Row]:
 
 def _directory(found: Examination) -> Row:
     where = found.report.directory
-    short = any(isinstance(each, InsufficientSpaceError | UnsuitableDirectoryError) for each in found.report.problems)
+    short = any(
+        isinstance(each, InsufficientSpaceError | UnsuitableDirectoryError)
+        or (isinstance(each, InsufficientMemoryError) and each.huge_page is not None)
+        for each in found.report.problems
+    )
     mark: Mark = "bad" if short else "ok"
     if where.kind is None:
         return Row("directory", mark, f"{where.path}: cannot be looked at")

@@ -24,6 +24,7 @@ SHARERS = 90
 SPARED = 16
 MADV_COLD = 20
 MADV_POPULATE_WRITE = 23
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -37,7 +38,8 @@ def main() -> None:
         with take_all_but(SPARED, node) as memory:
             cut_up(memory)
             os.sched_setaffinity(0, {1 - node})  # what the children's page tables take is not the node's
-            children += [fork_child() for _ in range(SHARERS)]
+            for _ in range(SHARERS):
+                children.append(fork_child())  # noqa: PERF401 - one that cannot be made leaves those before it known
             print("ready", flush=True)
             sys.stdin.read()
     finally:
@@ -87,6 +89,7 @@ def address(memory: mmap.mmap) -> int:
 def fork_child() -> int:
     child = os.fork()
     if not child:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pause()
         os._exit(0)
     return child

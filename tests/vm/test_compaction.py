@@ -54,7 +54,8 @@ def open_once(run: Callable[..., object], name: str) -> tuple[aioshm.OpenReport,
     async def main():
         before = read_stalls()
         async with aioshm.open_region(name, SIZE, threads=1) as region:
-            assert mapped(region, "ShmemPmdMapped") == region.report.huge
+            # More, where the last huge page of a chunk was refused: the others of it are there, and not known to be.
+            assert mapped(region, "ShmemPmdMapped") >= region.report.huge
             assert mapped(region, "Rss") == region.report.populated == SIZE
             return region.report, read_stalls() - before
 
