@@ -44,8 +44,8 @@ class Mapping:
         self.length: int = round_up(size, page)
         with _libc.reopened(fd) as own:
             self._address = _map_aligned(own, self.length, max(page, alignment))
-        self.makers = 0
-        self.advising = threading.Lock()
+        self.makers: int = 0
+        self.advising: threading.Lock = threading.Lock()
         self._lock = threading.Lock()
         self._anchor: ctypes.Array[ctypes.c_ubyte] | None = None
         self._finalizer: weakref.finalize[..., ctypes.Array[ctypes.c_ubyte]] | None = None

@@ -178,8 +178,13 @@ class TestHugePages:
         assert find_remedy(found) is None
         assert "hugepages-2048kB/nr_hugepages" in (find_remedy(change(found, report={"problems": (SHORT,)})) or "")
         group = aioshm.InsufficientMemoryError(
-            **{"allocation_name": "the region", "level": "/pod", "required": 8 * GIB, "limit": GIB, "usage": 0},
-            **{"reclaimable": 0, "huge_page": HUGE},
+            allocation_name="the region",
+            level="/pod",
+            required=8 * GIB,
+            limit=GIB,
+            usage=0,
+            reclaimable=0,
+            huge_page=HUGE,
         )
         limited = change(found, report={"problems": (group,)})
         assert rows(limited, "directory") == [("bad", "/dev/shm: hugetlbfs, 18 MiB in the pool")]
