@@ -164,6 +164,7 @@ def test_a_thread_that_fails_cuts_the_others_short(run):
 
         with pytest.raises(LookupError):
             await run_all_through([waits, fails], name="test")
+        assert shortened.is_set()  # what the waiting thread says is lost: the first error is the one that comes out
 
     run(main())
 
